@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -17,7 +18,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from guava_nb.data.batch_reading import BatchReading
 from guava_nb.data.loader_sources import LoadError, Source, make_source
 from guava_nb.data.loader_wrappers import LeaveOut
-from guava_nb.data.randomness import RandomState
+from guava_nb.data.randomness import KeptByObjects, RandomState
 from guava_nb.errors import CheckpointError, ConfigError
 
 __all__ = ["MOST_BATCHES", "LoaderFeed", "LoadError", "LoadedBatch"]
@@ -158,12 +159,23 @@ class LoaderFeed:
             ConfigError: the loader has no data set with indices.
             LoadError: a sample cannot be loaded.
         """
-        generators = self._source.generators()
-        state = RandomState.take(generators)
-        try:
+        with self._untouched():
             return self._source.example(parts)
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Draw inside only to look: random state goes back, and what the user's objects count or keep."""
+        generators = self._source.generators()
+        state, kept = RandomState.take(generators), self._source.kept()
+        try:
+            yield
         finally:
             state.put(generators)
+            kept.put_back()
+
+    def kept(self) -> KeptByObjects | None:
+        """What the user's objects keep now; None where loader processes have copies of their own."""
+        return self._source.kept() if self._source.in_process else None
 
     @property
     def batch_size(self) -> int | None:
@@ -177,13 +189,11 @@ class LoaderFeed:
 
     def _few(self, samples: int) -> Any:
         """A batch of so many samples, to see which of its axes grows with them; None where none can be made."""
-        state = RandomState.take(self._source.generators())
-        try:
-            return self._source.few(samples)
-        except Exception:  # of the user's data set or collate function: told in its turn, if it happens there too
-            return None
-        finally:
-            state.put(self._source.generators())
+        with self._untouched():
+            try:
+                return self._source.few(samples)
+            except Exception:  # of the user's data set or collate function: told in its turn, if it happens there too
+                return None
 
     @property
     def is_shuffled(self) -> bool:
@@ -200,15 +210,13 @@ class LoaderFeed:
         """
         if self._drawn_once or batches < 1:
             return []
-        generators = self._source.generators()
-        state = RandomState.take(generators)
-        walk = self._source.open(0, None)
-        try:
-            drawn = islice(walk, batches)
-            return [LoadedBatch(i, batch, ids, rows, self._number) for i, (batch, ids, rows) in enumerate(drawn)]
-        finally:
-            getattr(walk, "close", lambda: None)()
-            state.put(generators)
+        with self._untouched():
+            walk = self._source.open(0, None)
+            try:
+                drawn = islice(walk, batches)
+                return [LoadedBatch(i, batch, ids, rows, self._number) for i, (batch, ids, rows) in enumerate(drawn)]
+            finally:
+                getattr(walk, "close", lambda: None)()
 
     def position(self, epoch: int | None = None, batches: int | None = None) -> dict[str, Any]:
         """Where to go on later, as plain data that `torch.load(weights_only=True)` reads.
@@ -256,6 +264,10 @@ class LoaderFeed:
             if state is not None:
                 RandomState.from_plain(state)  # damage is told now, not in the middle of a run
         self._resume = dict(position)
+
+    def read_beyond(self, epoch: int, batches: int) -> int:
+        """How many batches of an epoch were read beyond the first so many of it."""
+        return max(0, self._batches - batches) if epoch == self._epoch else 0
 
     def leave_out(self, wanted: LeaveOut) -> None:
         """Do not load batches of which `wanted(indices)` says so, each time one is drawn; they come as `Unread`.

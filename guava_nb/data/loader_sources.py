@@ -29,6 +29,7 @@ from guava_nb.data.loader_wrappers import (
     check_spawned,
     rebuild,
 )
+from guava_nb.data.randomness import KeptByObjects
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.errors import ConfigError, TrainingError
 
@@ -164,6 +165,14 @@ class Source:
         """The generators that decide about order, by name."""
         found = {name: getattr(part, "generator", None) for name, part in self._random_parts.items()}
         return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
+
+    def kept(self) -> KeptByObjects:
+        """What the user's own objects keep now: the data set, what draws from it, what makes batches."""
+        parts = {
+            name: getattr(self._theirs, name, None) for name in ("dataset", "sampler", "batch_sampler", "collate_fn")
+        }
+        own = {name: part for name, part in parts.items() if part is not None}
+        return KeptByObjects(own or {"loader": self._theirs})
 
     def set_epoch(self, epoch: int) -> None:
         """Tell samplers and streams that want to know."""

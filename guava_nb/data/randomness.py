@@ -1,13 +1,18 @@
 """Random state of a process as plain data: torch's and numpy's default streams, Python's, and given generators.
 
-Knows three libraries' state formats; knows nothing of loaders or checkpoints. A plain state holds tensors, numbers and
-text only, so `torch.load(weights_only=True)` reads it back and `pack` takes it.
+Beside it what objects keep by themselves: attributes, counters, streams of their own. Knows three libraries' state formats; knows
+nothing of loaders or checkpoints. A plain state holds tensors, numbers and text only, so `torch.load(weights_only=True)` reads it
+back and `pack` takes it.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import random
-from collections.abc import Mapping
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +21,13 @@ import torch
 
 from guava_nb.errors import CheckpointError
 
-__all__ = ["RandomState"]
+__all__ = ["KeptByObjects", "RandomState"]
+
+#: Entries of a container, bytes of an array, and objects that are looked at.
+_MOST_ENTRIES, _MOST_BYTES, _MOST_OBJECTS = 256, 1 << 16, 2000
+#: Methods that a loader calls of the user's objects.
+_CALLED = ("__call__", "__getitem__", "__iter__")
+_STREAMS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +91,141 @@ class RandomState:
             )
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise CheckpointError(f"the random state in a saved position cannot be read ({error!r})") from error
+
+
+class KeptByObjects:
+    """What objects keep at this moment, and what they lead to: compared with a later moment, or put back.
+
+    Large containers and arrays are not looked into; of a large tensor it is seen that it was written into.
+
+    Args:
+        roots: the objects, by what they are called.
+    """
+
+    def __init__(self, roots: Mapping[str, object]) -> None:
+        self._spaces: list[tuple[str, Any, Any]] = []
+        self._globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._streams: list[tuple[Any, Any]] = []
+        self._arrays: dict[str, tuple[Any, Any, int]] = {}
+        self._seen: dict[int, object] = {}
+        for name, root in roots.items():
+            self._look(name, root)
+
+    def changed_since(self, before: KeptByObjects) -> set[str]:
+        """Return the names of what held something else then; streams do not count."""
+        found, spaces = set[str](), {id(space): copied for _, space, copied in before._spaces}
+        for name, space, now in self._spaces:
+            first = spaces.get(id(space))
+            if first is None:  # a new object: the attribute that holds it has changed
+                continue
+            if isinstance(now, dict):
+                found |= {f"{name}.{key}" for key in now.keys() | first.keys() if not _is_same(now, first, key)}
+            elif len(now) != len(first) or any(not _is_equal(*pair) for pair in zip(now, first, strict=True)):
+                found.add(name)
+        for names, written in self._globals:
+            first = next((one for space, one in before._globals if space is names and one.keys() == written.keys()), {})
+            found |= {key for key in first if not _is_same(written, first, key)}
+        for name, (array, saved, version) in self._arrays.items():
+            then = before._arrays.get(name)
+            if then is not None and then[0] is array and (version != then[2] or not _holds(saved, then[1])):
+                found.add(name)
+        return found
+
+    def put_back(self) -> None:
+        """Let everything be as it was at this moment."""
+        for _, space, copied in self._spaces:
+            if isinstance(space, dict):
+                if space.keys() != copied.keys() or any(space[key] is not copied[key] for key in copied):
+                    space.clear()
+                    space.update(copied)
+            elif isinstance(space, types.CellType):
+                space.cell_contents = copied[0]
+            elif list(space) != copied:
+                space.clear()
+                space.extend(copied)
+        for names, written in self._globals:
+            names.update(written)
+        for stream, place in self._streams:
+            _go_to(stream, place)
+        for array, saved, _ in self._arrays.values():
+            if saved is not None and not _holds(array, saved):
+                with torch.no_grad():
+                    array[...] = saved
+
+    def _look(self, name: str, value: Any) -> None:
+        if id(value) in self._seen or len(self._seen) > _MOST_OBJECTS or isinstance(value, type | types.ModuleType):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, _STREAMS):
+            self._streams.append((value, _place_of(value)))
+        elif isinstance(value, torch.Tensor):
+            is_small = value.numel() * value.element_size() <= _MOST_BYTES and value.layout is torch.strided
+            self._arrays[name] = value, value.detach().clone() if is_small else None, value._version
+        elif isinstance(value, np.ndarray):
+            self._arrays[name] = value, value.copy() if value.nbytes <= _MOST_BYTES else None, 0
+        else:
+            for inner, part in list(self._parts(name, value)):
+                self._look(inner, part)
+
+    def _parts(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, dict | list | deque) and len(value) <= _MOST_ENTRIES:
+            yield from self._entries(name, value)
+        elif isinstance(value, types.MethodType):
+            yield name, value.__self__
+        elif isinstance(value, functools.partial):
+            yield from ((name, one) for one in (value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, types.FunctionType):
+            for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
+                self._spaces.append((f"{name}.{key}", cell, [cell.cell_contents]))
+                yield f"{name}.{key}", cell.cell_contents
+            if written := {k: value.__globals__[k] for k in _written(value.__code__) if k in value.__globals__}:
+                self._globals.append((value.__globals__, written))
+                yield from written.items()
+        elif hasattr(value, "__dict__"):
+            yield from self._entries(name, vars(value))
+            yield from ((name, getattr(type(value), method, None)) for method in _CALLED)
+
+    def _entries(self, name: str, space: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(space, dict):
+            copied: Any = dict(space)
+            yield from ((f"{name}.{key}", one) for key, one in copied.items())
+        else:
+            copied = list(space)
+            yield from ((f"{name}.{k}", one) for k, one in enumerate(copied) if hasattr(one, "__dict__"))
+        self._spaces.append((name, space, copied))
+
+
+@functools.lru_cache(maxsize=1024)
+def _written(code: types.CodeType) -> frozenset[str]:
+    """Names of globals that a function sets."""
+    return frozenset(one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL")
+
+
+def _is_same(now: dict[Any, Any], first: dict[Any, Any], key: Any) -> bool:
+    return key in now and key in first and _is_equal(now[key], first[key])
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    is_plain = isinstance(one, bool | int | float | complex | str | bytes) and type(one) is type(other)
+    return one is other or (is_plain and one == other)
+
+
+def _holds(array: Any, saved: Any) -> bool:
+    if array is None or saved is None:
+        return array is saved
+    return torch.equal(array, saved) if isinstance(array, torch.Tensor) else np.array_equal(array, saved)
+
+
+def _place_of(stream: Any) -> Any:
+    if isinstance(stream, random.Random):
+        return stream.getstate()
+    return stream.bit_generator.state if isinstance(stream, np.random.Generator) else stream.get_state()
+
+
+def _go_to(stream: Any, place: Any) -> None:
+    if isinstance(stream, random.Random):
+        stream.setstate(place)
+    elif isinstance(stream, np.random.Generator):
+        stream.bit_generator.state = place
+    else:
+        stream.set_state(place)

@@ -31,7 +31,7 @@ class WorkerData:
         drop_last: leave out a last batch that is smaller.
         args: plain data for `dataset`.
         collate: a shared or importable function that makes a batch of a list of samples; None is torch's own.
-        check: compare three samples between the workers before the run. Switch it off where they differ by design.
+        check: compare some samples between the workers before the run. Switch it off where they differ by design.
 
     Raises:
         ConfigError: a value is out of its range.

@@ -267,11 +267,7 @@ def _difference(first: Mapping[str, Tensor], whole: _Played, found: _Played, par
         if of_other_shape
         else f"it gave {name!r} other numbers when it got {part.what}"
     )
-    clip = (
-        "; to clip, max_grad_norm= (--max-grad-norm) counts all gradients in every mode"
-        if "hooks" in whole.name
-        else ""
-    )
+    clip = "; to clip, max_grad_norm= (--clip) counts all gradients in every mode" if "hooks" in whole.name else ""
     return (
         f"{found.name} looks at whole parameters, or at several at once: tried on small stand-ins, {how}. "
         f"Use {part.way}{clip}"

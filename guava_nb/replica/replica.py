@@ -137,7 +137,7 @@ class Replica(BaseReplica):
                 losses = self._run_parts(work, on_bucket, clock, counts, gates)
             changed = self._changed(work) if losses and is_watched else None
             self._watch.check()
-            frozen = self._switches.frozen() if losses and on_bucket is not None else None
+            frozen = self._switches.frozen(is_alone=on_bucket is None) if losses else None
             self._buffers.refuse_resized(shared=on_bucket is not None)
             if on_bucket is not None:
                 self._buffers.refuse_unfollowed()

@@ -211,8 +211,8 @@ class StepExchange(ABC, Generic[_Replicas]):
         if message.unlike:
             self._tell_unlike(message.step, message.unlike)
         self._compare_changes(in_flight, rank, message.changed)
-        if message.frozen is not None:
-            self._compare_switches(in_flight, rank, frozenset(message.frozen))
+        if message.frozen is not None or in_flight.machine.solo:  # a lone worker tells of some only
+            self._compare_switches(in_flight, rank, frozenset(message.frozen or ()))
         self._credit.worked(message.step, message.shard)
         instructions = in_flight.machine.on_ready(rank, message)
         for instruction in instructions:

@@ -134,7 +134,9 @@ class FirstStepCheck:
         self._sizes, self._kept_together = set[int](), 0  # of batches; samples that lay in one share so far, at least
         self._step, self._news_left, self._next = -1, _MOST_NEWS, _FIRST_AGAIN
         self._answers = job.collect(StepChecked, self._is_asked)
-        self._request, self._has_told_idle = -1, False
+        self._request, self._kept = -1, dict[str, None]()
+        self._idle, self._has_told_idle, self._has_told_change = "", False, False
+        self._team: tuple[Sequence[int], int] | None = None  # with the generation of its group
 
     def before(self, group: Sequence[LoadedBatch]) -> bool:
         """Check a step that is about to be issued, if nothing like it was checked before.
@@ -148,6 +150,7 @@ class FirstStepCheck:
         """
         self._step += 1
         self._look_for_idle(group)
+        self._look_at_team()
         batch = next((batch for batch in group if batch.rows > 1), None)
         if self._is_over or batch is None or self._splitter.problem:  # what cannot be cut is refused before it is sent
             return False
@@ -183,22 +186,44 @@ class FirstStepCheck:
         return True
 
     def _look_for_idle(self, group: Sequence[LoadedBatch]) -> None:
-        """Tell once where a worker gets no sample, and so misses what each forward changes."""
-        kept, rows = (self._run.check or {}).get("kept_in_python"), max(batch.rows for batch in group)
+        """Note where a worker gets no sample, and so misses what each forward changes; tell once."""
+        rows = max(batch.rows for batch in group)
         replicas, team = self._members.replica_set, self._members.available()
         shape = replicas.spec.parallel or ParallelSpec()
         # A replica of several ranks is given its samples together.
-        busy = sum(weight > 0 for weight in self._plan.weights(team)[:: shape.pp * shape.tp])
+        weights = [weight for weight in self._plan.weights(team)[:: shape.pp * shape.tp] if weight > 0]
         if shape.zero_stage >= 2 or shape.gather or replicas.spec.sync_batchnorm:
             return  # there it makes a forward of some other sample, for the others wait for it
-        if not kept or rows >= busy or self._has_told_idle:
+        if weights and not self._idle and any(start == stop for start, stop in share_ranges(rows, weights)):
+            self._idle = f"step {self._step + 1} has {rows} samples for {len(weights)} workers"
+        self._tell_idle()
+
+    def _tell_idle(self) -> None:
+        if not self._kept or not self._idle or self._has_told_idle:
             return
         self._has_told_idle = True
         self._members.cluster.notice(
-            f"step {self._step + 1} has {rows} samples for {busy} workers: those without a sample make no forward, so "
-            f"{', '.join(kept[:3])}, which each forward changes, stays behind there, and their next steps come to other numbers "
-            "than plain PyTorch. Leave such a batch out (drop_last=True), or keep in a buffer (self.register_buffer) what is no "
-            "parameter"
+            f"{self._idle}: those without a sample make no forward, so {', '.join(list(self._kept)[:3])}, which each forward "
+            "changes, stays behind there, and what depends on it comes to other numbers than plain PyTorch. Leave such a batch "
+            "out (drop_last=True), or keep in a buffer (self.register_buffer) what is no parameter"
+        )
+
+    def _look_at_team(self) -> None:
+        """Tell once what workers keep in Python and do not have alike any more: some came, or did a step more than once."""
+        replicas, before = self._members.replica_set, self._team
+        ranks = list(getattr(replicas, "team", ())) or sorted(self._members.available())
+        self._team = ranks, getattr(replicas, "generation", 0)
+        # Where nothing is left of what was done, all begin with the same.
+        is_new = before is not None and self._team != before and (self._run.history or {*ranks} & {*before[0]})
+        names = list(self._kept) or [name.strip("()") for name in replicas.kept]
+        if not is_new or not names or self._has_told_change:
+            return
+        self._has_told_change = True
+        self._members.cluster.notice(
+            f"{', '.join(names[:3])}, which each forward changes outside parameters and buffers, is not alike on all workers "
+            f"from step {self._step + 1} on, since workers came or were lost: one that builds the model anew begins it anew, and "
+            "one that did another's part, or a step again, changed it twice. What depends on it comes to other numbers than "
+            "plain PyTorch: keep it in a buffer (self.register_buffer)"
         )
 
     def _news_in(self, group: Sequence[LoadedBatch]) -> tuple[LoadedBatch, str, int] | None:
@@ -265,6 +290,8 @@ class FirstStepCheck:
         record = verdict.record
         found = {name for key in _FOUND for name in record.get(key, ())}
         self._told |= found
+        self._kept |= dict.fromkeys(record.get("kept_in_python", ()))
+        self._tell_idle()
         self._traits.compare_with(verdict.compared)
         self._is_over = self._is_over or record["outcome"] == "not checked" or COUPLED in found
         return found

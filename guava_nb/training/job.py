@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,12 @@ class TrainingJob(Job):
         self._energy = RunEnergy(
             cluster.energy, replica_set.run_id, cluster.send, cluster.name, cluster.device_name, cluster.worked
         )
-        registered = replica_set.registered if plan.callbacks else None
-        self._handed_out = HandedOut(cluster.notice, registered, replica_set.code)
         self.run = run = self._new_run(model)
         self.logs = RunLogs(run, cluster.notice, plan.logged)
         self.membership = members = Membership(self, replica_set)
         self.accounting = accounting = StepAccounting(members, plan, run, self._energy, self._call)
+        registered, feed = (replica_set.registered, plan.feed) if plan.callbacks else (None, None)
+        self._handed_out = HandedOut(cluster.notice, registered, replica_set.code, feed, accounting)
         credit = SendCredit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.batches_per_exchange))
         walk = pass_over(self, replica_set, split_fn=plan.split_fn)
         exchange = replica_set.exchange(self, replica_set, accounting.on_commit, accounting.on_applied, credit)
@@ -341,8 +342,8 @@ class TrainingJob(Job):
             method = getattr(callback, hook, None)
             if method is None:
                 continue
-            who, wants_end = f"{type(callback).__name__}.{hook}", method(self.run, record)
-            self._handed_out.look(who, is_often=hook == "on_step")
+            who = f"{type(callback).__name__}.{hook}"
+            wants_end = self._handed_out.call(who, partial(method, self.run, record), is_often=hook == "on_step")
             if wants_end:
                 self._stop_once(f"{who} asked to stop")
         if hook == "on_epoch":

@@ -152,6 +152,10 @@ class OwnData:
         return self._built[key]
 
 
+#: Samples of a data set that workers compare. The same number everywhere, since the digest depends on it.
+_MOST_PROBED = 17
+
+
 def _build(spec: DataSpec, module: ModuleType | None) -> _Built:
     name = spec.factory.name
 
@@ -173,9 +177,10 @@ def _build(spec: DataSpec, module: ModuleType | None) -> _Built:
 
 
 def _probe(built: _Built, length: int) -> str:
-    """Digest of the first, the middle and the last sample, their random numbers drawn from one seed."""
+    """Digest of some samples, from the first to the last, their random numbers drawn from one seed."""
     with seeded(0, _CPU):
-        batches = [built.batch([index]) for index in sorted({0, length // 2, length - 1})]
+        places = sorted({k * (length - 1) // (_MOST_PROBED - 1) for k in range(_MOST_PROBED)})
+        batches = [built.batch([index]) for index in places]
     try:
         tree, buffers = pack(batches, "a sample")
     except ConfigError:  # of a type that does not travel, and need not: then only the lengths are compared

@@ -157,6 +157,66 @@ def test_the_last_worker_lost_goes_back_to_the_snapshot_when_another_comes(
     assert_undisturbed(job.run, 3)
 
 
+class CountingNet(SmallNet):
+    """A count of forwards in Python, by which the loss goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += self.training
+        return super().forward(x) * (1 + 0.01 * self.forwards)
+
+
+@pytest.mark.parametrize("case", ["replaced alone", "one joins", "one is lost", "nothing"])
+def test_what_is_kept_in_python_is_told_where_workers_have_it_no_longer_alike(cluster: Cluster, case: str) -> None:
+    def happen(worker: DirectWorker) -> None:
+        if case in ("replaced alone", "one is lost"):
+            worker.die()
+        if case in ("replaced alone", "one joins"):
+            DirectWorker(cluster, "spare").start()
+
+    hook = once_after(6, StepApplied, happen)  # in the second epoch of four steps
+    start(cluster, [hook] if case == "replaced alone" else [hook, None])
+    job = job_for(cluster, spec(model=Factory(f"{__name__}:CountingNet")), plan_for(loader(), 4))
+    said: list[str] = []
+    cluster.notice = said.append  # type: ignore[method-assign]
+    job.start()
+    finish(job.run)
+    assert sum("model.forwards" in one and "is not alike on all workers" in one for one in said) == (case != "nothing")
+
+
+class FreezingNet(SmallNet):
+    """Freezes a layer in its second forward, by a count that goes with its worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += self.training
+        if self.forwards == 2:
+            self.first.weight.requires_grad_(False)
+        return super().forward(x)
+
+
+def test_a_lone_worker_that_is_replaced_begins_with_the_switches_of_the_factory_and_that_is_told(
+    cluster: Cluster,
+) -> None:
+    def replace(worker: DirectWorker) -> None:
+        worker.die()
+        DirectWorker(cluster, "spare").start()
+
+    start(cluster, [once_after(6, StepApplied, replace)])
+    job = job_for(cluster, spec(model=Factory(f"{__name__}:FreezingNet")), plan_for(loader(), 3))
+    said: list[str] = []
+    cluster.notice = said.append  # type: ignore[method-assign]
+    job.start()
+    finish(job.run)
+    assert sum(one.startswith("first.weight took no gradient before workers were lost or came") for one in said) == 1
+
+
 def test_a_run_that_is_stopped_while_it_waits_for_workers_is_that_of_its_snapshot(cluster: Cluster) -> None:
     start(cluster, [once_after(6, StepApplied, lambda worker: worker.die())])
     job = job_for(cluster, spec(), plan_for(loader(), 3))

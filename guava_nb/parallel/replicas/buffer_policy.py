@@ -48,6 +48,8 @@ POLICIES = ("auto", "average", "first", "sum")
 _FOLLOWED_BYTES = 64 << 20
 #: Larger numbers stand for infinity: what is taken from them loses all of its digits.
 _ENDLESS = 1e18
+#: Shards whose changes may be added up.
+_MANY = 2.0**20
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 #: A value is lost in its change where `taken` misses it by more than this part, and what was there before is at least so large.
 _LOST, _LARGE = {torch.float32: 1e-6, torch.float64: 1e-12}, 1e4
@@ -98,21 +100,29 @@ def change_of(before: Tensor, after: Tensor, dtype: torch.dtype | None = None) -
     old, new = numbers(before, dtype), numbers(after, dtype)
     if not old.is_floating_point():
         return new - old
-    stayed = (new == old) | (new.isnan() & old.isnan())
-    return (new - old.where(old.abs() < _ENDLESS, 0)).masked_fill(stayed, 0)
+    stayed, is_endless = (new == old) | (new.isnan() & old.isnan()), ~(old.abs() < _ENDLESS)
+    change = new - old.masked_fill(is_endless, 0)
+    # Nothing at all means that it stayed, so what becomes 0 has a change that is as good as nothing.
+    return change.masked_fill(is_endless & (new == 0), _nearly_nothing(change)).masked_fill(stayed, 0)
 
 
 def taken(before: Tensor, change: Tensor) -> Tensor:
     """Return a tensor after a change, as `change_of` gives it."""
     now = numbers(before, change.dtype if change.is_floating_point() else None)
     if now.is_floating_point():
-        now = now.where((now.abs() < _ENDLESS) | (change == 0), 0)
+        is_new = ~(now.abs() < _ENDLESS) & (change != 0)
+        change = change.masked_fill(is_new & (change.abs() <= _MANY * _nearly_nothing(change)), 0)
+        now = now.masked_fill(is_new, 0)
     now = now + (change if now.is_floating_point() else change.round() if change.is_floating_point() else change).to(
         now
     )
     if before.is_complex():
         return torch.view_as_complex(now.view(*before.shape, 2)).to(before.dtype)
     return (now.clamp(0, 1) if before.dtype == torch.bool else now).view(before.shape).to(before.dtype)
+
+
+def _nearly_nothing(change: Tensor) -> float:
+    return torch.finfo(change.dtype).tiny * _MANY
 
 
 def is_lost(before: Tensor, after: Tensor, change: Tensor) -> Tensor:

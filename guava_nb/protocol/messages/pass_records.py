@@ -140,9 +140,9 @@ class Finding(msgspec.Struct, frozen=True, array_like=True):
         moved: names of buffers that a forward changes, those of batch norms left out.
         precision: in which it was computed.
         problem: what was raised.
-        kept: what a forward changes outside parameters and buffers, and another forward depends on.
-        unlike: of these, what the pieces would leave with other values.
-        kept_looking: of these, what a forward of a validation changes, too.
+        kept: what a forward changes outside parameters and buffers, and another forward depends on, then what only counts on.
+        unlike: of the former, what the pieces would leave with other values.
+        kept_looking: of the former, what a forward of a validation changes, too.
         compared: whole numbers that the loss compares targets with, or ignores.
         written: names of trained parameters that a forward writes into.
         written_unlike: of these, what the pieces would leave with other values.

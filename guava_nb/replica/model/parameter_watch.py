@@ -62,20 +62,20 @@ class GradientSwitches:
         self._named = {name: (parameter, parameter.requires_grad) for name, parameter in named.items()}
         self._is_own = False
 
-    def frozen(self) -> tuple[str, ...]:
-        """Return those that take none, after a shard with samples.
+    def frozen(self, is_alone: bool = False) -> tuple[str, ...] | None:
+        """Return those that take none, after a shard with samples; of a lone worker, which exchanges no gradients, None for none.
 
         Raises:
-            TrainingError: one takes a gradient that took none when the run began.
+            TrainingError: one takes a gradient that took none when the run began, and others would not know of it.
         """
         self._is_own = True
         found = []
         for name, (parameter, was_trained) in self._named.items():
-            if parameter.requires_grad and not was_trained:
+            if parameter.requires_grad and not was_trained and not is_alone:
                 raise late_gradient(name)
             if was_trained and not parameter.requires_grad:
                 found.append(name)
-        return tuple(found)
+        return tuple(found) if found or not is_alone else None
 
     def forget(self) -> None:
         """What was done of the step does not count: another worker may do it again."""

@@ -11,8 +11,7 @@ import contextlib
 import copy
 import math
 import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -41,6 +40,7 @@ from guava_nb.replica.one_step_check.differences import (
     is_unlike,
 )
 from guava_nb.replica.one_step_check.python_state import Kept, PythonState, adopt, is_alike, is_apart
+from guava_nb.replica.one_step_check.set_aside import copying, set_aside, uncompiled
 from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather, no_process_group
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded
@@ -89,7 +89,7 @@ def compare(
         return Finding("large")
     whole, pieces = [(batches[0], rows[0])], list(zip(batches[1:], rows[1:], strict=True))
     found = Finding("whole failed")
-    with seeded(spec.seed, replica.device), uncounted(), no_process_group(), _uncompiled():
+    with seeded(spec.seed, replica.device), uncounted(), no_process_group(), uncompiled():
         for precision in dict.fromkeys(("fp64" if spec.precision == "fp64" else "fp32", spec.precision)):
             found = _attempt(replica, spec, resolve, precision, whole, pieces)
             if found.outcome != "whole failed":
@@ -106,9 +106,9 @@ def compare(
 def _attempt(
     replica: BaseReplica, spec: RunSpec, resolve: Resolve, precision: str, whole: _Pieces, pieces: _Pieces
 ) -> Finding:
-    resolve = _copying(resolve)
+    resolve = copying(resolve)
     if isinstance(replica, Replica):
-        with _set_aside(replica.model) as is_touched:
+        with set_aside(replica.model) as is_touched:
             found = _try(spec, precision, resolve, replica, replica.model, whole, pieces)
             if not is_touched():
                 return found
@@ -157,11 +157,11 @@ def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces) -> Finding:
         return Finding("whole failed", problem=f"the loss is {one.loss}")
     by_loss, by_gradient, parameter = differences(one, many)
     buffers = tuple(name for name in one.buffers if is_unlike(one.buffers[name], many.buffers.get(name)))
-    kept = trial.kept_by(one, whole, pieces[:1])
+    kept, counted = trial.kept_by(one, whole, pieces[:1])
     unlike = tuple(name for name in kept if trial.is_unlike(name, one, pieces))
     found = Finding(
         "same", (), (one.loss, many.loss), by_loss, by_gradient, parameter, trial.beside_norms(buffers),
-        tuple(sorted(trial.drawn | trial.unruly)), trial.beside_norms(trial.moved_by(one)), kept=kept, unlike=unlike,
+        tuple(sorted(trial.drawn | trial.unruly)), trial.beside_norms(trial.moved_by(one)), kept=kept + counted, unlike=unlike,
         kept_looking=trial.moved_looking(kept, one, whole),
         compared=tuple(sorted(trial.compared)), written=trial.written, written_unlike=trial.written_unlike(one, many),
     )  # fmt: skip
@@ -334,20 +334,57 @@ class _Trial(Replica):
             if any(name not in one.written[-1] or is_unlike(one.written[-1][name], piece.get(name)) for piece in pieces)
         )  # fmt: skip
 
-    def kept_by(self, one: Measured, whole: _Pieces, piece: _Pieces) -> tuple[str, ...]:
-        """Return what a measurement left in Python that another one depends on: what is only written counts for nothing."""
+    def kept_by(self, one: Measured, whole: _Pieces, piece: _Pieces) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return what a measurement left in Python that another one depends on, and what only goes on from itself.
+
+        The latter, a counter say, may matter in a later step. What each forward writes anew counts for nothing.
+        """
         moved = [name for name in self._state.moved(one.left[-1]) if name not in self._streams][:_MOST_NAMES]
-        found = []
+        found, counted = [], []
         for name in moved:
             self.measure(whole, keep=True)
-            if differ(one, self.measure(whole, stale={name})):
+            again = self.measure(whole, stale={name})
+            if differ(one, again):
                 found.append(name)
                 continue
             fresh = self.measure(piece)  # what one batch leaves may matter to other samples only
             self.measure(whole, keep=True)
             if differ(fresh, self.measure(piece, stale={name})):
                 found.append(name)
-        return tuple(found)
+                continue
+            later = self._a_step_later(name, whole)
+            if differ(*later):
+                found.append(name)
+            elif not all(is_alike(a.left[-1][name], b.left[-1].get(name), 0.0) for a, b in ((one, again), later)):
+                counted.append(name)
+        return tuple(found), tuple(counted)
+
+    def _a_step_later(self, name: str, whole: _Pieces) -> tuple[Measured, Measured]:
+        """Measure with other weights, without and with what is kept: a copy of the weights shows only where these moved."""
+        trained = [p for p in self._named.values() if p.requires_grad]
+        before = [parameter.detach().clone() for parameter in trained]
+
+        def move() -> None:
+            for parameter in trained:
+                parameter.mul_(0.99).add_(0.01)
+
+        def move_back() -> None:
+            for parameter, value in zip(trained, before, strict=True):
+                parameter.copy_(value)
+
+        try:
+            with torch.no_grad():
+                move()
+            fresh = self.measure(whole)
+            with torch.no_grad():
+                move_back()
+            self.measure(whole, keep=True)
+            with torch.no_grad():
+                move()
+            return fresh, self.measure(whole, stale={name})
+        finally:
+            with torch.no_grad():
+                move_back()
 
     def moved_looking(self, kept: Sequence[str], one: Measured, whole: _Pieces) -> tuple[str, ...]:
         """Return which of these places, and of the buffers that a step moves, a forward of a validation changes too."""
@@ -452,45 +489,3 @@ def _places() -> dict[str, Any]:
 def _state_of_torch(device: torch.device) -> list[bytes]:
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
     return [state.numpy().tobytes() for state in states]
-
-
-@contextlib.contextmanager
-def _set_aside(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Give gradients and buffers back as they were; gives what tells whether the model was used inside."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-
-    def is_touched() -> bool:
-        return any(parameter.grad is not None for parameter, _ in gradients)
-
-    try:
-        yield is_touched
-    finally:
-        if is_touched():
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-def _copying(resolve: Resolve) -> Callable[[str], object]:
-    """Find objects as the run does, but modules as copies: a criterion that is a module changes its dtype in place."""
-
-    def find(name: str) -> object:
-        found = resolve(name)
-        return copy.deepcopy(found) if isinstance(found, nn.Module) else found
-
-    return find
-
-
-@contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Run compiled modules as they are written: compiling for a few samples would take minutes."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import torch
 from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 from torch.nn import functional as F
 
 from guava_nb import gather_batch
@@ -304,6 +305,50 @@ class ExtraState(nn.Module):
         return self.net(x) / (1 + self.steps)
 
 
+class HiddenTeacher(nn.Module):
+    """A mean teacher in a list, so that no state dict has it, copied in the first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.teacher = mlp(), []
+
+    def forward(self, x):
+        if not self.training:
+            return self.net(x)
+        if not self.teacher:
+            self.teacher.append(copy.deepcopy(self.net).requires_grad_(False))
+        with torch.no_grad():
+            for kept, new in zip(self.teacher[0].parameters(), self.net.parameters(), strict=True):
+                kept.mul_(0.9).add_(new, alpha=0.1)
+        outputs = self.net(x)
+        return outputs + 0.5 * (outputs - self.teacher[0](x))
+
+
+class Curriculum(nn.Module):
+    """A counter in Python that matters from a later step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.seen = mlp(), 0
+
+    def forward(self, x):
+        self.seen += self.training
+        outputs = self.net(x)
+        return outputs if self.seen < 6 else torch.tanh(outputs)
+
+
+class Observed(nn.Module):
+    """Quantisation-aware training: an observer whose least and greatest value begin at infinity."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.head = mlp(), nn.Linear(6, 3)
+        self.quantised = FakeQuantize(observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+
+    def forward(self, x):
+        return self.head(self.quantised(self.net(x).float()).to(x))
+
+
 def frozen_after_step(model, batch):
     """Switched between forward and backward, and only in steps that have one sample."""
     model.steps += 1
@@ -431,6 +476,16 @@ PROGRAMS = [
             instance=True, options={"seed": 5}, modes=("data", "zero 1"), refused={"*": "torch.manual_seed(N) just before"}),
     Program(name="synced norm of rows that a part has none of", model=MaskedNorm, data=masked_rows, epochs=1,
             criterion="CrossEntropyLoss", settings={"sync_batchnorm": True}, modes=("data", "zero 1", "zero 3")),
+    Program(name="teacher in a list, a last batch of one", model=HiddenTeacher, data=lambda: classified(25), epochs=3,
+            criterion="CrossEntropyLoss", told=IDLE, modes=("data", "relay", "site", "zero 1", "zero 3"),
+            refused={"zero 3": "the step copies the model"}),
+    Program(name="counter of a curriculum, a last batch of one", model=Curriculum, data=lambda: classified(25), epochs=3,
+            criterion="CrossEntropyLoss", told=IDLE, modes=("data", "relay", "site", "zero 1", "zero 3")),
+    Program(name="counter of a curriculum, a share without samples", model=Curriculum, data=lambda: classified(27), epochs=3,
+            criterion="CrossEntropyLoss", options={"shares": [10, 1]}, told=IDLE, modes=("data", "zero 1"),
+            refused={f"{mode}/3": "2 numbers for 3" for mode in ("data", "zero 1")}),
+    Program(name="observer of quantisation", model=Observed, data=classified, criterion="CrossEntropyLoss",
+            told={"*": "min_val"}, modes=("data", "relay", "site", "zero 1", "zero 3")),
     Program(name="frozen for some steps by the forward", model=switching, data=classified, criterion="CrossEntropyLoss",
             optimizer_args={"lr": 0.1, "momentum": 0.9}, told={"pipeline": "The forward changes the buffers"}),
     Program(name="frozen for some steps by the forward, zero 2", model=switching, data=lambda: classified(25), epochs=3,

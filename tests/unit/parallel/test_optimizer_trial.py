@@ -165,7 +165,7 @@ def test_the_sentence_says_what_and_what_to_do() -> None:
         "SGD with its hooks looks at whole parameters, or at several at once: tried on small stand-ins, it"
     )
     assert "the parameters of some layers only, as each stage of a pipeline has them. Use data mode" in said
-    assert said.endswith("to clip, max_grad_norm= (--max-grad-norm) counts all gradients in every mode")
+    assert said.endswith("to clip, max_grad_norm= (--clip) counts all gradients in every mode")
 
 
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="this torch has no Muon")

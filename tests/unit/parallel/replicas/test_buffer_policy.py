@@ -153,3 +153,16 @@ def test_what_was_infinite_or_no_number_has_no_difference() -> None:
     assert change[:6].tolist() == [0, 0, 0, 3, inf, 2]
     assert not change[6:].isfinite().any()  # a number that became none is found by it
     assert torch.allclose(taken(before, change)[:6], after[:6], equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["same", "average", "sum"])
+@pytest.mark.parametrize("first", [float("inf"), float("-inf"), float("nan"), 1e30])
+def test_what_was_infinite_may_become_nothing(first: float, way: Any, dtype: torch.dtype) -> None:
+    """The least value of images is 0; beside it stands one that no shard saw."""
+    before = torch.tensor([first, first, first, 2.0], dtype=dtype)
+    after = torch.tensor([0.0, first, 0.5, 0.0], dtype=dtype)
+    change = combined(way, [change_of(before, after)] * 3, [3, 3, 2])
+    times = 3 if way == "sum" else 1
+    expected = torch.tensor([0.0, first, 0.5 * times, 2.0 - 2.0 * times], dtype=dtype)
+    assert torch.allclose(taken(before, change), expected, equal_nan=True)

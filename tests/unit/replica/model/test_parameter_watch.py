@@ -49,7 +49,7 @@ def test_parts_without_parameters_may_be_swapped_and_values_changed() -> None:
     watch.check()
     switches = GradientSwitches(dict(model.named_parameters()))
     model[0].requires_grad_(False)  # has no gradient from now on, as in a plain loop
-    assert switches.frozen() == ("0.weight", "0.bias")
+    assert switches.frozen() == switches.frozen(is_alone=True) == ("0.weight", "0.bias")
 
 
 def test_gradients_that_begin_later_are_refused_where_they_are_exchanged() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import random
 import types
 from typing import Any
@@ -252,6 +253,55 @@ def test_a_buffer_that_a_validation_moves_too_is_named() -> None:
         assert not replica.model.offset.any()
 
 
+@pytest.mark.parametrize(("text", "name"), [("TEACHER", "teacher"), ("LATER", "steps"), ("CACHE", "")])
+def test_what_is_kept_for_later_steps_is_named_in_the_first_check(text: str, name: str) -> None:
+    """A copy of the weights that follows them, a counter that matters from the tenth step on; no cache."""
+    module = types.ModuleType("own_step")
+    module.__dict__.update(copy=copy, torch=torch, functional=functional, __file__="own_step.py")
+    exec(globals()[text], module.__dict__)
+    _, spec = built("added", "fp64")
+    spec = msgspec.structs.replace(spec, step=Factory("own"))
+
+    def resolve(wanted: str) -> object:
+        return module.__dict__["step"] if wanted == "own" else found(wanted)
+
+    replica = Replica(spec, resolve, torch.device("cpu"))
+    before = [p.clone() for p in replica.model.parameters()]
+    kept = [one for one in look(replica, spec, resolve).kept if not one.endswith("calls")]  # Net counts, too
+    assert kept == ([f"own_step.{name}"] if name else [])
+    assert all(torch.equal(a, b) for a, b in zip(before, replica.model.parameters(), strict=True))
+
+
+TEACHER = """
+teacher = None
+def step(model, batch):
+    global teacher
+    x, y = batch
+    if teacher is None:
+        teacher = copy.deepcopy(model)
+    with torch.no_grad():
+        for kept, new in zip(teacher.parameters(), model.parameters()):
+            kept.mul_(0.9).add_(new, alpha=0.1)
+    out = model(x)
+    return functional.cross_entropy(out, y) + functional.mse_loss(out, teacher(x).detach())
+"""
+LATER = """
+steps = 0
+def step(model, batch):
+    global steps
+    x, y = batch
+    steps += 1
+    out = model(x)
+    return functional.cross_entropy(out, y) + (out.square().mean() if steps > 9 else 0.0)
+"""
+CACHE = """
+last = None
+def step(model, batch):
+    global last
+    x, y = batch
+    last = model(x)
+    return functional.cross_entropy(last, y)
+"""
 STEP = """
 def step(model, batch):
     x, y = batch
