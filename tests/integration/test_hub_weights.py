@@ -81,14 +81,15 @@ def last_line(kernel: Kernel, cell: str) -> str:
 
 
 def _trained(kernel: Kernel) -> None:
-    for mode in ("data --path relay", "zero --zero 3", "pipeline", "tensor"):
+    for mode in ("data --path relay", "zero --zero 3", "tensor"):
         kernel.run(f"%guava_mode {mode}")
         kernel.run(f"{TRAIN} --weights hf:me/tiny", 120)
         assert float(last_line(kernel, "furthest(run.model())")) < 1e-9, mode
-        told = json.loads(last_line(kernel, "import json; print(json.dumps(run.report()['wire']))"))
-        size = int(last_line(kernel, "sum(p.numel() * 8 for p in run.model().parameters())"))
-        # What goes down are sums of gradients; of step 0 nothing does.
-        assert told["parameter_bytes"] < size * 0.5, (mode, told, size)
+        if mode.startswith("data"):
+            told = json.loads(last_line(kernel, "import json; print(json.dumps(run.report()['wire']))"))
+            size = int(last_line(kernel, "sum(p.numel() * 8 for p in run.model().parameters())"))
+            # The sums of two steps went down to two workers, and no weights before them.
+            assert 4 * size < told["out_bytes"] < 4.5 * size, (told, size)
 
 
 def _continued(kernel: Kernel) -> None:
