@@ -330,9 +330,14 @@ VALIDATE = Command(
 )
 PREDICT = Command(
     "guava_predict",
-    "What the trained model makes of every sample, in the order of the data set; returns the results.",
+    "What the trained model makes of every sample, in the order of the data set; returns the results. With --generate a language "
+    "model continues prompts, shared out over the workers; each is shown as it is done.",
     (
-        _expression("--data", "DataLoader of the notebook; of (inputs, targets) the targets stay here", required=True),
+        _expression(
+            "--data",
+            "DataLoader of the notebook; of (inputs, targets) the targets stay here; or prompts",
+            required=True,
+        ),
         _count("--top-k", "the best K classes of each sample (default 1)", 1, "K"),
         option("--threshold", metavar="P", type=number, help="samples whose best class is less probable get class -1"),
         flag("--full", help="the probabilities of all classes too"),
@@ -341,6 +346,18 @@ PREDICT = Command(
         _file("--path", "write memory maps into this folder, for results larger than memory", "DIR"),
         flag("--resume", help="go on with what --path holds"),
         option("--into", metavar="NAME", help="also store the results in this variable"),
+        flag("--generate", help="continue the prompts of --data: texts, or lists of tokens"),
+        _count("--max-new-tokens", "--generate: for each prompt (50)"),
+        option(
+            "--temperature",
+            metavar="X",
+            type=number,
+            help="--generate: sample, among --top-k if given (0: the likeliest)",
+        ),
+        _count("--seed", "--generate: prompt I is sampled by the seed N + I (0)", 0),
+        _expression("--tokenizer", "--generate: tokenizer of the notebook, for prompts of text"),
+        _count("--context", "--generate: the model sees so many of the last tokens"),
+        _json("--generate-args", "--generate: further arguments of transformers' generate", '{"num_beams": 4}'),
         *_MODEL,
         _BATCH,
     ),

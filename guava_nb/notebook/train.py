@@ -12,6 +12,7 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from guava_nb.notebook.line_words import near, value_of
+from guava_nb.spec.hub_name import is_on_hub
 from guava_nb.spec.training_options import OptionInfo, option_infos
 
 __all__ = ["check_variable", "metrics_argument", "resolve", "training_arguments"]
@@ -86,7 +87,7 @@ def training_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
 def _value(info: OptionInfo, value: Any, namespace: Mapping[str, Any]) -> Any:
     """What a word of the line stands for."""
     if info.kind == "file":
-        return Path(value).expanduser()
+        return value if is_on_hub(value) else Path(value).expanduser()
     if info.kind == "objects":
         return _objects(value, namespace, f"--{info.flag}")
     return metrics_argument(value, namespace) if info.kind == "metrics" else value

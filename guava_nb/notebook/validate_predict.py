@@ -9,12 +9,17 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from guava_nb.notebook.display import say
 from guava_nb.notebook.panel.panel import Panel
 from guava_nb.notebook.train import check_variable, metrics_argument, resolve
 from guava_nb.render import Progress, View
 from guava_nb.render.values import show_float
 
 __all__ = ["predict", "validate"]
+
+#: Options of %guava_predict that only --generate has, and those that it has not.
+_OF_GENERATE = ("max_new_tokens", "temperature", "seed", "tokenizer", "context", "generate_args")
+_NOT_OF_GENERATE = ("threshold", "full", "raw", "step", "path", "resume", "batch")
 
 
 def _validate_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,6 +82,10 @@ def predict(
     Args:
         look: as for `validate`.
     """
+    if args.generate:
+        return _generate(orchestrator, args, names, panel, look)
+    if given := [one for one in _OF_GENERATE if getattr(args, one) is not None]:
+        raise UsageError(f"%guava_predict: --{given[0].replace('_', '-')} needs --generate")
     arguments = _predict_arguments(args, names)
     with _progress_on(panel, "predicting", "predicted", look) as progress:
         found = orchestrator.predict(**arguments, progress=progress)
@@ -85,9 +94,33 @@ def predict(
     return found
 
 
+def _generate(
+    orchestrator: Any, args: argparse.Namespace, names: MutableMapping[str, Any], panel: Panel, look: Callable[[], None]
+) -> Any:
+    """Continue prompts, and show each as it is done."""
+    if other := [one for one in _NOT_OF_GENERATE if getattr(args, one) not in (None, False)]:
+        raise UsageError(f"%guava_predict: --{other[0]} has no meaning with --generate")
+    check_variable(args.into, "--into")
+    prompts = resolve(args.data, names, "--data")
+    given = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "seed", "context")}
+    chosen = {name: value for name, value in given.items() if value is not None} | (args.generate_args or {})
+    if args.tokenizer is not None:
+        chosen["tokenizer"] = resolve(args.tokenizer, names, "--tokenizer")
+    shown = [prompts] if isinstance(prompts, str) else prompts
+
+    def done(number: int, found: Any) -> None:
+        say(f"{number}: {shown[number]}{found}" if isinstance(found, str) else f"{number}: {found}")
+
+    with _progress_on(panel, "generating", "generated", look, unit="prompt") as progress:
+        found = orchestrator.generate(prompts, on_done=done, progress=progress, **chosen)
+    if args.into is not None:
+        names[args.into] = found
+    return found
+
+
 @contextmanager
 def _progress_on(
-    panel: Panel, doing: str, done: str, look: Callable[[], None], figures: Sequence[str] = ()
+    panel: Panel, doing: str, done: str, look: Callable[[], None], figures: Sequence[str] = (), unit: str = "sample"
 ) -> Iterator[Callable[[int, int | None], None]]:
     """Give a function that draws the progress of a pass; at the end the panel says how much was done.
 
@@ -97,22 +130,23 @@ def _progress_on(
         done: title at the end.
         look: called with each of them.
         figures: said at the end, beside how much was done.
+        unit: what is counted.
     """
     last: list[tuple[int, int | None]] = []
 
     def draw(count: int, total: int | None) -> None:
         look()
         last[:] = [(count, total)]
-        panel.update(lambda: (View(doing, _headline(count, total), Progress(count, total, "sample")), ()))
+        panel.update(lambda: (View(doing, _headline(count, total, unit), Progress(count, total, unit)), ()))
 
     try:
         yield draw
         if last:  # what it drew must not stay as it was
             count, total = last[0]
-            panel.finish(lambda: (View(done, ", ".join((_headline(count, total), *figures))), ()))
+            panel.finish(lambda: (View(done, ", ".join((_headline(count, total, unit), *figures))), ()))
     finally:
         panel.close()
 
 
-def _headline(count: int, total: int | None) -> str:
-    return f"{count} samples" if total is None or count >= total else f"{count} of {total} samples"
+def _headline(count: int, total: int | None, unit: str) -> str:
+    return f"{count} {unit}s" if total is None or count >= total else f"{count} of {total} {unit}s"

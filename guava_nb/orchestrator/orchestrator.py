@@ -29,6 +29,7 @@ from guava_nb.evaluation.predictions import Predictions, wanted_of
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.planned_run import PlannedRun, unchanged_randomness
+from guava_nb.orchestrator.generating import Generating
 from guava_nb.orchestrator.launch import budget_for, forecast_on, job_for, planned_run, record
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.replica_sets import ReplicaSets
@@ -54,7 +55,7 @@ from guava_nb.training.worker_data_facts import ask_data, feeds
 __all__ = ["Orchestrator"]
 
 
-class Orchestrator(SessionHost):
+class Orchestrator(Generating, SessionHost):
     """One training session on the side that has the data. A context manager.
 
     Args:
@@ -301,9 +302,6 @@ class Orchestrator(SessionHost):
             raise ClusterError(
                 f"run {self.run.run_id} is in progress: wait for it, or stop it with run.stop() or %guava_stop"
             )
-
-    def _empty_groups(self) -> None:
-        self._replica_sets.empty_groups()
 
     def set_mode(self, mode: str, *, tensor_plan: Mapping[str, str] | None = None, **settings: Any) -> None:
         """Choose how the next runs are spread over the workers.

@@ -21,8 +21,10 @@ from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.orchestrator.run_record import LastRun, RunRecord
 from guava_nb.protocol.messages import EndRun, RunSpec
+from guava_nb.replica.model.pretrained import load_pretrained, pinned
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rounds.local_replica import whole_replica
+from guava_nb.spec.hub_name import is_on_hub
 from guava_nb.spec.training_options import OF_SESSION, Reference, TrainingOptions
 from guava_nb.sync.handover import fetch_between_runs, fetch_of_ended_process
 from guava_nb.sync.replica_set import ReplicaSet
@@ -293,6 +295,8 @@ class ReplicaSets:
     def _going_on(self, composed: Composed) -> ReplicaSet | None:
         """Return replicas that begin with what workers hold of the last run; None where something is not what it was."""
         last, spec, cluster = self.trained, composed.spec, self._cluster()
+        if last is not None:  # what it began with stands in its record, and its weights are other ones by now
+            spec = replace(spec, pretrained=last.spec.pretrained)
         if last is None or isinstance(last, ResidentReplicaSet) or last.predecessor is not None or last.kept:
             return None
         same = (spec, self._registry.cells) == (last.spec, last.cells) and spec.optimizer_site == "workers"
@@ -308,18 +312,14 @@ class ReplicaSets:
         return made
 
     def _build(self, composed: Composed, weights: str | Path | None = None) -> ReplicaSet:
-        spec, instance = composed.spec, self._registry.instance_for(composed.spec)
+        if is_on_hub(weights):
+            composed.spec = replace(composed.spec, pretrained=pinned(str(weights)))
+        spec, instance = composed.spec, None if composed.spec.pretrained else self._registry.instance_for(composed.spec)
         made = build_ensemble(self._run_id, spec, self._registry.cells, composed.shared, instance)
         made.code, made.registered = composed.code, self._registry.instance_for(spec)
-        if self.trained is not None:
-            made.checks = self.trained.checks
+        made.checks = made.checks if self.trained is None else self.trained.checks
         if weights is not None:
-            state, added = fitting_weights(Path(weights).expanduser(), made.master.model)
-            made.master.load_state({"model": state})
-            made.from_seed = False
-            if added:
-                names = ", ".join(added[:3]) + (f" and {len(added) - 3} more" if len(added) > 3 else "")
-                self._notices.add(f"not in {weights}, begins as the model is built: {names}", "run")
+            _load(made, weights, self._notices)
         return made
 
     def launched(self, replica_set: ReplicaSet) -> None:
@@ -433,8 +433,7 @@ class ReplicaSets:
             self.fetch(held)
         for other in (held, self._asked and self._asked[0]):
             if other is not None and other is not replica_set:
-                for rank in list(other.at):
-                    other.drop(rank)
+                _drop_all(other)
         return replica_set
 
     def empty_groups(self) -> None:
@@ -443,15 +442,33 @@ class ReplicaSets:
         Raises:
             WorkerLost: the workers that hold the state are gone.
         """
-        held, asked, cluster = self.held_by_workers, self._asked and self._asked[0], self._cluster()
-        for one in (held, asked):
-            if one is None or one.spec.parallel is None or not one.at:
-                continue
-            if one is held and one.master_step != one.step:
-                self.fetch(one)
-            cluster.send_all(list(one.at), EndRun(one.run_id))
-            for rank in list(one.at):
-                one.drop(rank)
+        held = self.held_by_workers
+        for one in (held, self._asked and self._asked[0]):
+            if one is not None and one.spec.parallel is not None and one.at:
+                if one is held and one.master_step != one.step:
+                    self.fetch(one)
+                self._cluster().send_all(list(one.at), EndRun(one.run_id))
+                _drop_all(one)
+
+
+def _drop_all(replica_set: ReplicaSet) -> None:
+    """Note that no worker holds it."""
+    for rank in list(replica_set.at):
+        replica_set.drop(rank)
+
+
+def _load(made: ReplicaSet, weights: str | Path, notices: Notices) -> None:
+    """Load weights into the master, where it was not built with them; what learns and is not there is told."""
+    model, pretrained, added = made.master.model, made.spec.pretrained, list[str]()
+    if not pretrained:
+        state, added = fitting_weights(Path(weights).expanduser(), model)
+        made.master.load_state({"model": state})
+        made.from_seed = False
+    elif not all(one.requires_grad for one in model.parameters()):  # else all of it is there
+        added = load_pretrained(pretrained, model)
+    if added:
+        names = ", ".join(added[:3]) + (f" and {len(added) - 3} more" if len(added) > 3 else "")
+        notices.add(f"not in {weights}, begins as the model is built: {names}", "run")
 
 
 def _like(replica_set: ReplicaSet) -> Replica:

@@ -190,7 +190,8 @@ class TrainingOptions:
         check: before the first step that several workers share, one of them computes a batch whole and in pieces. "warn"
             tells where they differ (a loss that couples samples, batch statistics), "strict" refuses, "off" does not look.
         weights: start from the weights in a file: a state dict of torch.save, .safetensors, a folder of those, or a checkpoint,
-            of which only the weights are taken. By default as the model is built, or registered.
+            of which only the weights are taken; or hf:NAME[@REVISION], which each machine fetches from the Hugging Face hub
+            itself. By default as the model is built, or registered.
         save_only: "trainable" leaves frozen parameters out of checkpoints, which have their digests instead: to go on from one,
             build, register or give (weights) the same frozen part.
         resume: go on from a checkpoint, at its place in its epoch; "session": from what workers hold of the run that ended with

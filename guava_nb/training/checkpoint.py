@@ -18,6 +18,7 @@ import torch
 from guava_nb.data.sizes import size_of
 from guava_nb.errors import CheckpointError
 from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.replica.model.fitting import differences
 from guava_nb.replica.model.wrappers import plain_names
 from guava_nb.training.plan import Position
 from guava_nb.training.saving import archive
@@ -175,46 +176,6 @@ def check_model(path: Path, content: dict[str, Any], current: Mapping[str, Any],
         )
 
 
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any], where: str = "in the file") -> str:
-    """Return what two state dicts have not in common, the first few of each kind; "" when they fit.
-
-    Args:
-        where: in what `saved` lies.
-    """
-    missing = [name for name in current if name not in saved]
-    extra = [name for name in saved if name not in current]
-    shapes = [
-        f"{name}: {_shape(saved[name])} {where}, {_shape(current[name])} in the model"
-        for name in current
-        if name in saved and _shape(saved[name]) != _shape(current[name])
-    ]
-    kinds = [
-        f"{name}: {_kind(saved[name])} {where}, {_kind(current[name])} in the model"
-        for name in current
-        if name in saved and _kind(saved[name]) != _kind(current[name])
-    ]
-    problems = [
-        *([f"not {where}: {', '.join(missing[:3])}{_more(missing)}"] if missing else []),
-        *([f"not in the model: {', '.join(extra[:3])}{_more(extra)}"] if extra else []),
-        *([f"other shapes: {'; '.join(shapes[:3])}{_more(shapes)}"] if shapes else []),
-        *([f"other kinds of numbers: {'; '.join(kinds[:3])}{_more(kinds)}"] if kinds else []),
-    ]
-    return ". ".join(problems)
-
-
-def _kind(value: Any) -> str:
-    """What kind of numbers a tensor has: of floats, and of whole numbers, each width can be made of each."""
-    if not isinstance(value, torch.Tensor):
-        return "no tensor"
-    if value.is_complex() or value.is_floating_point() or value.dtype == torch.bool:
-        return "complex" if value.is_complex() else ("float" if value.is_floating_point() else "bool")
-    return "whole numbers"
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(getattr(value, "shape", ()))  # what get_extra_state() returned has none
-
-
 def made_with(content: Mapping[str, Any]) -> Factory | None:
     """Return the model's name and arguments as far as the file tells, else None."""
     try:
@@ -233,7 +194,3 @@ def _said(model: Factory | None) -> str:
         return "that of the calling process"
     name = model.name.rpartition(":")[2]
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in model.args.items())})"
-
-
-def _more(items: list[str]) -> str:
-    return f" and {len(items) - 3} more" if len(items) > 3 else ""

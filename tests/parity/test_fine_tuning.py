@@ -149,6 +149,24 @@ def test_lora_on_pretrained_weights_equals_plain_pytorch_and_saves_what_learns(
     assert difference(run.model(), plain(weights)) <= 1e-9
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [("pipeline", {}), ("tensor", {}), ("zero", {"zero_stage": 2}), ("zero", {"zero_stage": 3})],
+    ids=["pipeline", "tensor", "zero2", "zero3"],
+)
+def test_weights_from_a_file_are_where_a_spread_model_begins(
+    session: Session, tmp_path: Path, mode: tuple[str, dict[str, Any]]
+) -> None:
+    orch, base = session.orch, made("Transformer", seed=7)
+    path = tmp_path / "base.pt"
+    torch.save(base.state_dict(), path)
+    orch.set_mode(mode[0], path="relay", **mode[1])
+    orch.share(CELL, "model")
+    orch.register_model("Transformer")
+    run = orch.start_training(loader(), num_epochs=1, weights=path, fresh=True, **OPTIONS)
+    assert difference(run.model(), plain_steps(base.double(), loader(), 1)) <= 1e-9
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_from_a_file_of_weights_equals_plain_pytorch(tmp_path: Path, workers: int) -> None:
     torch.manual_seed(5)

@@ -208,6 +208,20 @@ class FakeOrchestrator:
             on_output(name, ["printed there"])
         return dict.fromkeys(on or self.here, self.results)
 
+    def run_program(self, text: str, *arguments: str, on_output: Any, on_wait: Any, **settings: Any) -> None:
+        self.calls.append(("run_program", (text, arguments, settings)))
+        self.waiting()
+        for number, name in enumerate(settings["on"] or self.here):
+            on_output(name, [f"rank {number} printed"])
+        on_wait()
+
+    def generate(self, prompts: Any, on_done: Any, progress: Any, **settings: Any) -> Any:
+        self.calls.append(("generate", (prompts, settings)))
+        for number in range(len(prompts)):
+            on_done(number, self.results)
+            progress(number + 1, len(prompts))
+        return [self.results for _ in prompts]
+
     def push(self, values: dict[str, Any], on: Any = None, on_output: Any = None) -> list[str]:
         self.calls.append(("push", (values, on)))
         return on or self.here

@@ -76,6 +76,14 @@ class ProgramJob(CodeJob):
             super().run()
         finally:
             self.cluster.send_all(self.ranks, EndProgram(self.request_id))
+            self.cluster.relay.forget(self._group)
+            if self.failed() or self.missing():  # the way itself may be gone: it is probed again before the next one
+                self.cluster.findings.forget(self.ranks)
+
+    @property
+    def _group(self) -> str:
+        """Prefix of all that belongs to its group at the hub."""
+        return f"program-{self.request_id}/"
 
     def failed(self) -> dict[int, CodeRan]:
         """Return the reports of ranks that did not come to their end, the first one first."""
@@ -98,9 +106,8 @@ class ProgramJob(CodeJob):
         members, seats = self.cluster.roster.members, self.route.seats
         hosts = [members[one].hello.host_id or str(one) for one in self.ranks]
         direct = self.route.path == "direct"
-        name = f"program-{self.request_id}"
         group = FormGroup(
-            run_id=name, generation=self.cluster.roster.generation, name=f"{name}/", rank=number,
+            run_id=self._group.rstrip("/"), generation=self.cluster.roster.generation, name=self._group, rank=number,
             members=tuple(members[one].name for one in self.ranks), backend=self.route.backend,
             timeout_s=_MEET_DIRECT_S if direct else _MEET_S,
             interface=seats[rank].interface if direct else "",

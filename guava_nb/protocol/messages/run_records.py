@@ -201,6 +201,8 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         rounds: workers take local steps between two exchanges; None: they exchange gradients in every step.
         wire: format of gradients and their sums between whole replicas and the hub, a name of
             `guava_nb.wire_formats.registry`; they then travel as a flat tensor of uint8.
+        pretrained: "hf:NAME@COMMIT", weights that each machine loads from the Hugging Face hub into what the factory built;
+            "" for none.
     """
 
     model: Factory | None
@@ -233,6 +235,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     channels_last: bool = False
     rounds: RoundSpec | None = None
     wire: str = "fp32"
+    pretrained: str = ""
 
     @property
     def wants_whole_batches(self) -> bool:

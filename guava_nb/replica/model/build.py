@@ -14,6 +14,7 @@ from torch import nn
 
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import RunSpec
+from guava_nb.replica.model.pretrained import load_pretrained
 from guava_nb.replica.model.wrappers import is_compiled, unwrapped
 from guava_nb.replica.rng import seeded
 from guava_nb.spec.factories import Resolve, build, find
@@ -55,11 +56,12 @@ def build_model(spec: RunSpec, resolve: Resolve) -> nn.Module:
     """Call the model factory on the CPU, its random numbers drawn as after `torch.manual_seed(spec.seed)`.
 
     Returns:
-        The plain model, see `guava_nb.replica.model.wrappers`, with the run's frozen parameters.
+        The plain model, see `guava_nb.replica.model.wrappers`, with the run's frozen parameters and pretrained weights.
 
     Raises:
         ConfigError: there is none, its name or arguments are wrong, or it makes no module.
         PreparationError: it raised.
+        CheckpointError: pretrained weights do not fit it.
     """
     if spec.model is None:
         raise ConfigError("no model: give a model factory, or bring a model object with the worker")
@@ -82,6 +84,8 @@ def build_model(spec: RunSpec, resolve: Resolve) -> nn.Module:
     if spec.frozen is not None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in spec.frozen)
+    if spec.pretrained:
+        load_pretrained(spec.pretrained, model)
     return model
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from guava_nb.errors import CheckpointError, ConfigError
-from guava_nb.replica.model.wrappers import plain_names
+from guava_nb.replica.model.fitting import fitted
 from guava_nb.training import checkpoint
 from guava_nb.training.saving.frozen_base import complete
 
@@ -23,57 +23,17 @@ _PLACES = ("model", "state_dict", "model_state_dict")
 def fitting_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, Any], list[str]]:
     """Return a model's state dict with the weights that a file holds.
 
-    Entries that are tied in the model may stand once. Where a part of the model is frozen, the file may hold that part alone: a
-    base, to which adapters or a new last layer were added that learn.
-
     Args:
         path: a file of torch.save, a .safetensors file, or a folder of such (as save_pretrained writes it).
 
     Returns:
-        The state dict, and names of what learns and was not in the file, which is as the model has it.
+        As `fitted` does.
 
     Raises:
-        CheckpointError: it cannot be read, or does not fit the model in names, shapes and kinds of numbers.
+        CheckpointError: it cannot be read, or does not fit the model.
         ConfigError: it needs a package that is not installed.
     """
-    current = model.state_dict()
-    read = plain_names(_read(path, current), current)
-    weights = _with_tied(_with_adapted(read, current), current)
-    added = _added(weights, model)
-    weights |= {name: current[name] for name in added}
-    if problems := checkpoint.differences(weights, current, f"in {path.name}"):
-        raise CheckpointError(
-            f"the weights in {path} do not fit the model ({problems}). For a model with other parts, such as a new last layer, "
-            "load what fits yourself (model.load_state_dict(weights, strict=False)) and register_model(model)"
-        )
-    return weights, added
-
-
-def _with_adapted(weights: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename what peft renames when it adds adapters to a model: `base_model.model.` before, `.base_layer` within."""
-    names = {name.removeprefix("base_model.model.").replace(".base_layer.", "."): name for name in current}
-    return {name if name in current else names.get(name, name): value for name, value in weights.items()}
-
-
-def _added(weights: Mapping[str, Any], model: torch.nn.Module) -> list[str]:
-    """What learns and is not in the file, where all that is frozen is in it."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    frozen = [name for name, one in parameters.items() if not one.requires_grad]
-    if not frozen or any(name not in weights for name in frozen):
-        return []
-    return [name for name, one in parameters.items() if one.requires_grad and name not in weights]
-
-
-def _with_tied(weights: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in entries that the model keeps in the same memory as others: safetensors writes them once."""
-    places = {_place(current[name]): value for name, value in weights.items() if name in current}
-    tied = {name: places[_place(one)] for name, one in current.items() if name not in weights and _place(one) in places}
-    return {**weights, **tied}
-
-
-def _place(value: Any) -> object:
-    is_empty = not isinstance(value, torch.Tensor) or value.numel() == 0
-    return object() if is_empty else (value.data_ptr(), value.shape, value.stride())
+    return fitted(_read(path, model.state_dict()), model, str(path))
 
 
 def _read(path: Path, current: Mapping[str, Any]) -> dict[str, Any]:

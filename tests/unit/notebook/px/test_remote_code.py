@@ -39,6 +39,10 @@ def test_a_cell_shows_lines_by_worker_and_gives_values(opened: Any) -> None:
         ("%guava_pull 3x", "3x"),
         ("%guava_push", "NAME"),
         ("%guava_pip --upgrade torch", "no option --upgrade"),
+        ("%guava_run", "runs a file: %guava_run train.py"),
+        ("%guava_run not_there.py --lr 3", "not_there.py: No such file"),
+        ("%%guava_run --path sideways\n1", "not one of auto, relay, direct"),
+        ("%%guava_run --on local-1 --epochs 3\n1", "no option --epochs"),
     ],
 )
 def test_mistakes_are_one_line(opened: Any, cell: str, words: str) -> None:
@@ -49,9 +53,38 @@ def test_mistakes_are_one_line(opened: Any, cell: str, words: str) -> None:
     assert len(opened.orchestrator.calls) == before
 
 
+def test_a_program_runs_from_a_cell_or_a_file_with_arguments_of_its_own(opened: Any, tmp_path: Any) -> None:
+    shown = opened.run("%%guava_run --on local-1,local-2 --path relay -- --epochs 3\nimport torch\n")
+    (name, (text, arguments, settings)) = opened.orchestrator.calls[-1]
+    assert shown.ok and (name, text.strip(), arguments) == ("run_program", "import torch", ("--epochs", "3"))
+    assert settings["name"].startswith("run ") and (settings["on"], settings["path"]) == (
+        ["local-1", "local-2"],
+        "relay",
+    )
+    assert "local-1 | rank 0 printed" in shown.lines and "local-2 | rank 1 printed" in shown.lines
+    assert any(line.startswith("ended: run ") for line in shown.lines)
+    file = tmp_path / "train.py"
+    file.write_text("1 + 1\n")
+    assert opened.run(f"%guava_run {file} --lr 0.1 -h").ok
+    (_, (text, arguments, settings)) = opened.orchestrator.calls[-1]
+    assert (text, arguments, settings["name"], settings["path"]) == (
+        "1 + 1\n",
+        ("--lr", "0.1", "-h"),
+        "train.py",
+        "auto",
+    )
+
+
 def test_without_a_session_each_says_what_to_do(notebook: Any) -> None:
     notebook.shell.user_ns["x"] = 1
-    for cell in ("%%guava_px\n1", "%guava_push x", "%guava_pull x", "%guava_pip einops", "%guava_files a.py"):
+    for cell in (
+        "%%guava_px\n1",
+        "%guava_push x",
+        "%guava_pull x",
+        "%guava_pip einops",
+        "%guava_files a.py",
+        "%%guava_run\n1",
+    ):
         shown = notebook.run(cell)
         assert not shown.ok and "run %guava_up first" in shown.text and len(shown.lines) == 1
 
