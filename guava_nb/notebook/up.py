@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,10 @@ def session_file() -> Path:
     return state_folder() / f"session-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
 
 
+class _OthersChanged(Exception):
+    """Workers from elsewhere came or went while those of this machine were waited for."""
+
+
 class LocalWorkers:
     """The workers that this notebook started for its session.
 
@@ -160,9 +166,17 @@ class LocalWorkers:
             tell(f"Starting {missing} worker{'' if missing == 1 else 's'} here; this takes some seconds.")
             self._handles += self._orchestrator.launch_workers(missing)  # its notice says what they take
         deadline = time.monotonic() + LOCAL_JOIN_S
-        # Workers from elsewhere may be here, and more of them may come meanwhile: they are not those waited for.
+        # Workers from elsewhere may be here, and come and go meanwhile: they are not those waited for.
         while wanted and len(self._ready()) < (count := len(self._others()) + wanted):
-            self._orchestrator.wait_for_workers(count=count, timeout=max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(_OthersChanged):
+                left_s = max(0.0, deadline - time.monotonic())
+                self._orchestrator.wait_for_workers(
+                    count=count, timeout=left_s, on_wait=partial(self._recount, count - wanted)
+                )
+
+    def _recount(self, others: int, _there: int) -> None:
+        if len(self._others()) != others:
+            raise _OthersChanged
 
     @property
     def are_all(self) -> bool:

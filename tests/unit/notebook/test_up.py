@@ -87,3 +87,14 @@ def test_memory_is_told_before_workers_start_and_only_for_those_that_are_missing
     assert "Memory is short" not in notebook.run("%guava_up --local 2").text  # they are here already
     shown = notebook.run("%guava_up --local 3")
     assert shown.ok and shown.lines[0].startswith("Memory is short") and "not for 1 more" in shown.lines[0]
+
+
+def test_a_worker_from_elsewhere_that_goes_meanwhile_is_not_waited_for(notebook: Any) -> None:
+    """Its machine lost its power just before: its seat is noticed to be empty while the new one starts."""
+    notebook.run("%guava_up --workers 1")
+    orchestrator = notebook.orchestrator
+    orchestrator.here.append("colab")
+    orchestrator.waiting = orchestrator.here.clear
+    assert notebook.run("%guava_up --local 1").ok
+    assert [name for name, _ in orchestrator.calls].count("launch") == 1
+    assert orchestrator.here == ["worker-0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,20 @@ def test_a_recording_comes_back_from_its_file_with_the_records_of_its_runs(tmp_p
     assert dict(record) == dict(energy_record(report(), CURVES, "fp16"))
     assert [list(point) for point in CURVES["w0"]] == [list(point) for point in record.curves["w0"]]
     assert "host/" not in (tmp_path / "gpu.json").read_text()
+
+
+def test_the_recording_that_ships_has_two_runs_and_tells_what_it_is_of() -> None:
+    found = EnergyRecording.load()
+    small, large = (run.energy_record() for run in found.runs)
+    assert found.device.startswith("NVIDIA") and re.fullmatch(r"20\d\d-\d\d-\d\d", found.date)
+    assert small["samples"] == large["samples"] and small["joules"] > large["joules"] > 0
+    for run in found.runs:  # what the worker measured is what this process read meanwhile
+        inside = [one.joules or 0.0 for one in found.readings if run.begin_s <= one.seconds <= run.end_s]
+        assert inside[-1] - inside[0] == pytest.approx(run.record["joules"], rel=0.06)
+    with pytest.raises(
+        ConfigError, match="no run 'third' in this recording; there are: batches of 32, batches of 2048"
+    ):
+        found.run("third")
 
 
 def test_a_board_without_a_counter_is_recorded_by_its_power() -> None:
