@@ -24,10 +24,15 @@ from guava_nb.notebook.notebook_session import NotebookSession
 from guava_nb.notebook.panel.blocking import Interrupted, follow_lines
 from guava_nb.notebook.panel.panel import Panel, make_panel
 from guava_nb.notebook.settings import add_settings, remove_settings, settings_of
-from guava_nb.render import View, energy_view, forecast_view
+from guava_nb.render import View, energy_view, forecast_view, runs_view
 from guava_nb.tunnels import tunnel_names
 
 __all__ = ["GuavaMagics", "load", "unload"]
+
+
+#: What to do where the time of a panel stands still: the page was closed, or loaded anew. The cell that trains blocks others.
+_OTHER_WAY = "if this time stands still: guava status --follow (or --web) in a terminal shows the run live"
+_AGAIN = "if this time stands still: run %guava_status --follow"
 
 
 def _command(command: Command) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -156,7 +161,7 @@ class GuavaMagics(Magics):
         """Train and return the run, or only show what it would send and receive, and return that."""
         if args.dry_run:
             return self._show_and_return(forecast_view, self.session.forecast(args))
-        run = self.session.train(args, self._panel())
+        run = self.session.train(args, self._panel(_OTHER_WAY))
         if not args.detach:
             self.objects.shown(run)
         return run
@@ -177,12 +182,30 @@ class GuavaMagics(Magics):
     @_command(commands.STATUS)
     def guava_status(self, args: argparse.Namespace) -> None:
         """Show everything there is, or follow the run that goes on."""
-        if args.follow and self.session.follow_run(self._panel()):
+        if args.follow and self.session.follow_run(self._panel(_AGAIN)):
             return
         views = self.session.views()
         if not views:
             say("Nothing here yet: %guava_up opens a session, %guava_worker CODE joins one.")
         self._show(*views)
+
+    @line_magic
+    @_command(commands.RUNS)
+    def guava_runs(self, args: argparse.Namespace) -> None:
+        """Compare runs."""
+        runs = self.session.runs.chosen(args)
+
+        def png() -> bytes:
+            from guava_nb.render.pictures import runs_png  # matplotlib takes a second
+
+            return runs_png(runs, settings_of(self.shell).smoothing)
+
+        said = self.session.runs.export(args, runs, png)
+        self._show(runs_view(runs))
+        if choose_ui(self.shell) not in ("text", "none") and settings_of(self.shell).picture:
+            show_png(png(), "losses of the runs")
+        if said:
+            say("\n".join(said))
 
     @line_magic
     @_command(commands.ENERGY)
@@ -191,7 +214,7 @@ class GuavaMagics(Magics):
         record = self.session.energy(args)
         self._show_and_return(energy_view, record)
         if record.curves and choose_ui(self.shell) not in ("text", "none"):
-            from guava_nb.notebook.panel.plots import watts_png  # matplotlib takes a second
+            from guava_nb.render.pictures import watts_png  # matplotlib takes a second
 
             show_png(watts_png(record.curves), "watts over seconds")
         return record
@@ -241,8 +264,9 @@ class GuavaMagics(Magics):
         """Close everything this notebook started; also called when the kernel ends."""
         self.session.close()
 
-    def _panel(self) -> Panel:
-        return make_panel(choose_ui(self.shell), picture=settings_of(self.shell).picture)
+    def _panel(self, hint: str = "") -> Panel:
+        settings = settings_of(self.shell)
+        return make_panel(choose_ui(self.shell), settings.picture, settings.smoothing, hint)
 
     def _show(self, *views: View) -> None:
         ui = choose_ui(self.shell)
@@ -274,6 +298,7 @@ def load(shell: Any) -> None:
             "<workers>": lambda begin: magics.session.worker_names(),
             "<cells>": lambda begin: magics.session.cells.names(),
             "<names>": lambda begin: names(shell),
+            "<runs>": lambda begin: magics.session.runs.names(),
             "<loaders>": lambda begin: loaders(shell),
             "<tunnels>": lambda begin: list(tunnel_names()),
             "<files>": files,

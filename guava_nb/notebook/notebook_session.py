@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from guava_nb.notebook.own_worker import OwnWorker
 from guava_nb.notebook.panel.blocking import interrupt_run, watch
 from guava_nb.notebook.panel.panel import Frame, Panel
 from guava_nb.notebook.px.remote_code import RemoteCode
+from guava_nb.notebook.results.runs import Runs
 from guava_nb.notebook.shared_cells import SharedCells
 from guava_nb.notebook.train import check_variable, training_arguments
 from guava_nb.notebook.up import (
@@ -48,6 +50,10 @@ _FLAGS = {
     "master_ip": "--host", "master_port": "--port", "num_workers": "--workers", "tls": "--no-tls",
     "compression": "--compression", "prefetch_bytes": "--prefetch-mb",
 }  # fmt: skip
+DETACHED = (
+    "Training goes on since {}: %guava_status --follow shows it live here and at its end how it ended, guava status --web in a "
+    "terminal on a page of its own; %guava_stop ends it."
+)
 _NO_SESSION = "no session is open here: run %guava_up first"
 
 
@@ -78,6 +84,7 @@ class NotebookSession:
         self.worker = OwnWorker(shell, start_worker)
         self.cells = SharedCells(shell)
         self.code = RemoteCode(shell, self._need_session)
+        self.runs = Runs(self._need_session)
         self._orchestrator: Any = None
         self._settings: dict[str, Any] = {}
         self._local: LocalWorkers | None = None
@@ -233,7 +240,7 @@ class NotebookSession:
         if args.out is not None:
             names[args.out] = run
         if args.detach:
-            say("\n".join([*notices.latest(), "Training goes on; %guava_status shows it, %guava_stop ends it."]))
+            say("\n".join([*notices.latest(), DETACHED.format(time.strftime("%H:%M:%S"))]))
         else:
             self._follow(run, tail, notices, panel, new_code)
         return run
@@ -260,7 +267,8 @@ class NotebookSession:
 
     def predict(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Results of a prediction on a loader of the notebook."""
-        return predict(self._asked(args), args, self._shell.user_ns, panel, self._new_codes())
+        names, ui = self._shell.user_ns, choose_ui(self._shell)
+        return predict(self._asked(args), args, names, panel, self._new_codes(), ui)
 
     def energy(self, args: argparse.Namespace) -> Any:
         """Energy record of the newest run, also while it goes on.

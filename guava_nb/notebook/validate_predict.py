@@ -10,6 +10,7 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from guava_nb.notebook.panel.panel import Panel
+from guava_nb.notebook.results.shown_classes import check_can_show, show_classes
 from guava_nb.notebook.train import check_variable, metrics_argument, resolve
 from guava_nb.render import Progress, View
 from guava_nb.render.values import show_float
@@ -39,6 +40,8 @@ def _predict_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
     """
     if args.resume and args.path is None:
         raise UsageError("%guava_predict: --resume goes on with what a folder holds, so it needs --path")
+    if args.show and (args.raw or args.step is not None):
+        raise UsageError("%guava_predict: --show compares classes, and --raw and --step give other outputs; keep one")
     check_variable(args.into, "--into")
     given = {
         "top_k": args.top_k,
@@ -70,18 +73,28 @@ def validate(
 
 
 def predict(
-    orchestrator: Any, args: argparse.Namespace, names: MutableMapping[str, Any], panel: Panel, look: Callable[[], None]
+    orchestrator: Any,
+    args: argparse.Namespace,
+    names: MutableMapping[str, Any],
+    panel: Panel,
+    look: Callable[[], None],
+    ui: str,
 ) -> Any:
     """Do what a line of %guava_predict asks; returns the results, and stores them where the line says.
 
     Args:
         look: as for `validate`.
+        ui: one of `display.UI_NAMES`, for what --show shows.
     """
     arguments = _predict_arguments(args, names)
+    if args.show:
+        check_can_show(arguments["loader"])
     with _progress_on(panel, "predicting", "predicted", look) as progress:
         found = orchestrator.predict(**arguments, progress=progress)
     if args.into is not None:
         names[args.into] = found
+    if args.show:
+        show_classes(arguments["loader"], found, ui)
     return found
 
 

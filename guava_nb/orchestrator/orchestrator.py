@@ -31,6 +31,7 @@ from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.planned_run import PlannedRun, unchanged_randomness
 from guava_nb.orchestrator.launch import budget_for, forecast_on, job_for, planned_run, record
 from guava_nb.orchestrator.model_registry import ModelRegistry
+from guava_nb.orchestrator.past_runs import PastRuns
 from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.orchestrator.sync_advice import SyncAdvice
@@ -62,6 +63,7 @@ class Orchestrator(SessionHost):
 
     Attributes:
         run: the newest run, None before the first.
+        past_runs: how the runs that have ended did.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -76,6 +78,7 @@ class Orchestrator(SessionHost):
             told = ", ".join(f"{name} ({other} takes its place)" if other else name for name, other in ignored.items())
             self._notices.add(f"accepted, without effect here: {told}; see help(DistributedConfig)")
         self.run: Run | None = None
+        self.past_runs = PastRuns(lambda: self.run_path)
         self._tensor_plan: dict[str, str] = {}
         self._models = ModelRegistry()
         self._replica_sets = ReplicaSets(
@@ -215,7 +218,7 @@ class Orchestrator(SessionHost):
             self._sync_advice.tell(choice, replica_set, plan, composed, cluster)
             interrupts.check()
             job = job_for(cluster, replica_set, plan, self._replica_sets, lambda: self._job)
-            record(job, self.diary, cluster, self._replica_sets.left)
+            record(job, self.diary, cluster, self._replica_sets.left, self.past_runs)
             self.run, self._job = job.run, job
             self._replica_sets.launched(replica_set)
             if chosen.detach:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,9 @@ from guava_nb.telemetry.energy_record import EnergyRecord, energy_record
 from guava_nb.telemetry.run_energy import RunEnergy
 from guava_nb.telemetry.waits import Feeding
 from guava_nb.training.byte_budget import Budget
+from guava_nb.training.figures import epoch_figures, points, scores, thin
 
-__all__ = ["Run", "RunSources", "thin"]
-
-#: Points of the loss curve in a status; enough for any screen.
-CURVE_POINTS = 500
+__all__ = ["Run", "RunSources"]
 
 
 def _nothing_fed() -> Feeding:
@@ -46,6 +44,7 @@ class RunSources:
         interrupt: stops the run after the current step; the second time at once.
         model: the model with the weights of the last committed step.
         budget: most bytes that the run may take, and those that it took; None without.
+        settings: what a table of runs shows of it.
         kept: how many entries of the history would be left if the workers vanished now; None: nothing would be lost.
     """
 
@@ -61,6 +60,7 @@ class RunSources:
     model: Callable[[], torch.nn.Module] | None = None
     budget: Budget | None = None
     is_local: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
     kept: Callable[[], int | None] = lambda: None
 
     def frozen(self) -> RunSources:
@@ -85,7 +85,8 @@ class Run:
     Attributes:
         run_id: short name, unique in the session.
         history: one dict per committed step: step, epoch, loss, count, samples, tokens (None: not counted), learning_rate,
-            seconds. With local sync one per round: step is its last one, round its number, steps how many it had.
+            gradient_norm
+            (None: not known), seconds. With local sync one per round: step is its last one, round its number, steps how many.
         validations: one dict per validation: step, loss, accuracy, samples.
         epochs: one dict per epoch that was ended: step, epoch, loss, samples, seconds.
         wire: bytes by kind so far.
@@ -118,7 +119,7 @@ class Run:
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._started = time.monotonic()
+        self._started, self._began_at = time.monotonic(), time.time()
         self._wall_s: float | None = None
         self._thread: int | None = None
 
@@ -223,7 +224,7 @@ class Run:
             recent = history[-20:]
             span = recent[-1]["seconds"] - recent[0]["seconds"] if len(recent) > 1 else 0.0
             last = history[-1] if history else None
-            loaded = self.feeding().loaded
+            loaded, drawn = self.feeding().loaded, thin(history)
             kept = self._sources.kept()
             at_risk = (None, None) if kept is None else self._since(kept)
             return RunStatus(
@@ -238,7 +239,7 @@ class Run:
                 elapsed_s=elapsed,
                 samples_per_s=sum(r["samples"] for r in recent[1:]) / span if span > 0 else None,
                 loss=last["loss"] if last else None,
-                losses=tuple((r["step"], r["loss"]) for r in thin(history)),
+                losses=points(drawn, "loss"),
                 val=tuple((v["step"], v["loss"], v["accuracy"], v.get("perplexity")) for v in self.validations),
                 learning_rate=next(
                     (r["learning_rate"] for r in reversed(recent) if r["learning_rate"] is not None), None
@@ -256,6 +257,13 @@ class Run:
                 rounds=len(history) if self._sources.is_local else 0,
                 steps_before=history[0]["step"] - history[0].get("steps", 1) if history else 0,
                 budget_bytes=0 if self.budget is None else self.budget.limit.limit_bytes,
+                epochs=epoch_figures(self.epochs, history, self.validations, lambda: self.energy),
+                scores=scores(self.validations),
+                learning_rates=points(drawn, "learning_rate"),
+                gradient_norms=points(drawn, "gradient_norm"),
+                settings=tuple((name, str(value)) for name, value in self._sources.settings.items()),
+                began_at=self._began_at,
+                ended_at=None if self._wall_s is None else self._began_at + self._wall_s,
             )
 
     def report(self) -> dict[str, Any]:
@@ -407,15 +415,6 @@ def _tokens(history: list[dict[str, Any]]) -> float | None:
 
 def _path_text(route: Route | None) -> str:
     return "" if route is None else f"{route.path} ({route.backend}): {route.reason}"
-
-
-def thin(records: list[dict[str, Any]], most: int = CURVE_POINTS) -> list[dict[str, Any]]:
-    """Return at most about `most` records, evenly spaced, the last one always among them."""
-    if len(records) <= most:
-        return list(records)
-    stride = -(-len(records) // most)
-    kept = records[::stride]
-    return kept if kept[-1] is records[-1] else [*kept, records[-1]]
 
 
 def _step_seconds(history: list[dict[str, Any]]) -> dict[str, float | None]:

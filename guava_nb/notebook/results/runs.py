@@ -1,0 +1,80 @@
+"""`%guava_runs`: the runs of a notebook beside each other, as a table and as curves, on the page and in files."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from guava_nb.notebook.line_words import near
+from guava_nb.render import runs_csv
+from guava_nb.status import RunStatus
+
+__all__ = ["Runs"]
+
+
+class Runs:
+    """What was trained here.
+
+    Args:
+        session: gives the open orchestrator, or raises what to do.
+    """
+
+    def __init__(self, session: Callable[[], Any]) -> None:
+        """Ask nothing yet."""
+        self._session = session
+
+    def all(self) -> list[RunStatus]:
+        """Return the runs, the oldest first; the one that goes on is the last."""
+        orchestrator = self._session()
+        run = orchestrator.run
+        return [*orchestrator.past_runs.all(), *([] if run is None or run.done else [run.status()])]
+
+    def names(self) -> list[str]:
+        """Names for completion."""
+        try:
+            return [run.run_id for run in self.all()]
+        except UsageError:
+            return []
+
+    def chosen(self, args: argparse.Namespace) -> list[RunStatus]:
+        """Return the runs of a line; all of them where it names none.
+
+        Raises:
+            UsageError: there is no run, or none of a name.
+        """
+        runs = self.all()
+        if not runs:
+            raise UsageError("no run was started in this notebook yet: %guava_train starts one")
+        known = [run.run_id for run in runs]
+        for name in args.runs:
+            if name not in known:
+                raise UsageError(f"no run is called {name}{near(name, known)} Runs: {', '.join(known)}")
+        return [run for run in runs if not args.runs or run.run_id in args.runs]
+
+    @staticmethod
+    def export(args: argparse.Namespace, runs: list[RunStatus], png: Callable[[], bytes]) -> list[str]:
+        """Write the files that a line asks for; returns a sentence on each.
+
+        Args:
+            png: draws the picture.
+
+        Raises:
+            UsageError: a folder does not exist, or the disk takes nothing.
+        """
+        said = []
+        for given, make in ((args.csv, lambda: runs_csv(runs).encode()), (args.png, png)):
+            if given is None:
+                continue
+            path = Path(given).expanduser()
+            if not path.parent.is_dir():
+                raise UsageError(f"{given}: there is no folder {path.parent}")
+            try:
+                path.write_bytes(make())
+            except OSError as problem:
+                raise UsageError(f"{given} cannot be written: {problem.strerror or problem}") from None
+            said.append(f"Written to {path}.")
+        return said
