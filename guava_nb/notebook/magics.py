@@ -234,7 +234,9 @@ class GuavaMagics(Magics):
     def guava_save(self, args: argparse.Namespace) -> None:
         """Write a checkpoint."""
         path = self.session.save(args.path)
-        say(f"Saved {_size(path)} to {path}. Plain PyTorch reads it: torch.load({str(path)!r}, weights_only=True)")
+        say(
+            f"Saved {_size(path)} to {path}. Plain PyTorch reads it: torch.load({str(path)!r}, weights_only=True)['model']"
+        )
 
     @line_magic
     @_command(commands.RESUME)

@@ -16,10 +16,11 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from guava_nb.config import DistributedConfig
+from guava_nb.notebook.completion import complete_by_dir
 from guava_nb.notebook.display import ask_hidden, can_ask, choose_ui, say
 from guava_nb.notebook.host import detect_host, is_loopback
 from guava_nb.notebook.join_code import NEW_ADDRESS, hand_over
-from guava_nb.notebook.line_words import near
+from guava_nb.notebook.line_words import in_a_folder, near
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.mode import mode_arguments, mode_sentence
 from guava_nb.notebook.own_worker import OwnWorker
@@ -230,13 +231,17 @@ class NotebookSession:
         orchestrator.register_model(args.model, args.model_args or {})
         tail, notices = WorkerLines(orchestrator), Notices(orchestrator)
         # Building the model may take long. Lines of text stay, so that there a mistake would be two.
-        if not args.detach and choose_ui(self._shell) not in ("text", "none"):
+        is_drawn = not args.detach and choose_ui(self._shell) not in ("text", "none")
+        if is_drawn:
             panel.update(lambda: (View("preparing", ""), ()))
         try:
             run = orchestrator.start_training(**{**arguments, "detach": True})
         except BaseException:
+            if is_drawn:  # "preparing" would stay above the error
+                panel.finish(lambda: (View("not started", ""), ()))
             panel.close()
             raise
+        complete_by_dir(type(run))
         if args.out is not None:
             names[args.out] = run
         if args.detach:
@@ -285,7 +290,7 @@ class NotebookSession:
 
     def save(self, path: str) -> Path:
         """Write a checkpoint; returns where it lies."""
-        return Path(self._need_session().save_checkpoint(Path(path).expanduser()))
+        return Path(self._need_session().save_checkpoint(in_a_folder(path, "%guava_save")))
 
     def resume(self, args: argparse.Namespace) -> str:
         """Load a checkpoint; returns the sentence on it."""

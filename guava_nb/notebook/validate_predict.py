@@ -9,6 +9,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from guava_nb.notebook.line_words import in_a_folder
 from guava_nb.notebook.panel.panel import Panel
 from guava_nb.notebook.results.shown_classes import check_can_show, show_classes
 from guava_nb.notebook.train import check_variable, metrics_argument, resolve
@@ -43,6 +44,8 @@ def _predict_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
     if args.show and (args.raw or args.step is not None):
         raise UsageError("%guava_predict: --show compares classes, and --raw and --step give other outputs; keep one")
     check_variable(args.into, "--into")
+    if args.path is not None:
+        in_a_folder(args.path, "--path")
     given = {
         "top_k": args.top_k,
         "confidence_threshold": args.threshold,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from guava_nb.render.epochs import epoch_table
 from guava_nb.render.values import show_bytes, show_float, show_joules, show_rate, show_seconds, show_used
 from guava_nb.render.view import Curve, Progress, Table, View
-from guava_nb.render.workers import glance, is_there, traffic, worker_notes, workers_at_the_end
+from guava_nb.render.workers import by_name, glance, is_there, traffic, worker_notes, workers_at_the_end
 from guava_nb.status import RunStatus, Status, Validated, WorkerStatus
 
 __all__ = ["awaited_workers", "ready_workers", "run_view", "session_view", "summary_view", "waiting_view"]
@@ -241,4 +241,4 @@ def _energy(run: RunStatus) -> list[tuple[str, str]]:
 
 def _taking_part(workers: Sequence[WorkerStatus], ran: bool = True) -> list[WorkerStatus]:
     """Without those that were gone before the run began; before any run, without those that left."""
-    return [w for w in workers if is_there(w) or (w.samples or w.out_bytes if ran else w.state == "lost")]
+    return by_name([w for w in workers if is_there(w) or (w.samples or w.out_bytes if ran else w.state == "lost")])

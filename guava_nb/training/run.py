@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from guava_nb.cluster.group_path import Route
-from guava_nb.config.units import show_bytes
+from guava_nb.config.units import show_bytes, show_float
 from guava_nb.errors import ClusterError
 from guava_nb.status import RunStatus, WireBytes
 from guava_nb.telemetry.energy_record import EnergyRecord, energy_record
@@ -302,7 +302,7 @@ class Run:
     def ending(self) -> str:
         """Say how it ended, and what it cost, in a sentence."""
         wire, steps = self.wire, sum(record.get("steps", 1) for record in self.history)
-        loss = f", loss {self.history[-1]['loss']:.4g}" if self.history else ""
+        loss = f", loss {show_float(self.history[-1]['loss'])}" if self.history else ""
         why = f" ({self._message})" if self._message else ""
         return (
             f"{self.run_id} ended: {self._state}{why}, {steps} steps in {self.elapsed_s():.0f} s{loss}, "
@@ -314,9 +314,13 @@ class Run:
         """Return the seconds that it takes so far, or took."""
         return self._wall_s if self._wall_s is not None else time.monotonic() - self._started
 
+    def __dir__(self) -> list[str]:
+        """Return what is for the user, which is what tab offers."""
+        return [name for name in super().__dir__() if name not in _FOR_THE_JOB]
+
     def __repr__(self) -> str:
         """One line: what and how far."""
-        last = f", loss {self.history[-1]['loss']:.4g}" if self.history else ""
+        last = f", loss {show_float(self.history[-1]['loss'])}" if self.history else ""
         return (
             f"Run({self.run_id}: {self._state}, epoch {self._epoch}/{self.num_epochs}, step {len(self.history)}{last})"
         )
@@ -405,6 +409,24 @@ class Run:
             if self.budget is not None:
                 self.budget.end(frozen.wire().out_bytes + frozen.wire().in_bytes)
         self._ended.set()
+
+
+#: Of a run's handle: what the job calls, and no user.
+_FOR_THE_JOB = frozenset(
+    (
+        "feeding",
+        "begin",
+        "move",
+        "begin_epoch",
+        "add_step",
+        "add_validation",
+        "add_epoch",
+        "follow",
+        "since",
+        "rewind",
+        "end",
+    )
+)
 
 
 def _tokens(history: list[dict[str, Any]]) -> float | None:

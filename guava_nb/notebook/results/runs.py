@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from IPython.core.error import UsageError
 
-from guava_nb.notebook.line_words import near
+from guava_nb.notebook.line_words import in_a_folder, near
 from guava_nb.render import runs_csv
 from guava_nb.status import RunStatus
 
@@ -69,9 +68,7 @@ class Runs:
         for given, make in ((args.csv, lambda: runs_csv(runs).encode()), (args.png, png)):
             if given is None:
                 continue
-            path = Path(given).expanduser()
-            if not path.parent.is_dir():
-                raise UsageError(f"{given}: there is no folder {path.parent}")
+            path = in_a_folder(given, "%guava_runs")
             try:
                 path.write_bytes(make())
             except OSError as problem:
