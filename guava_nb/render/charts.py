@@ -1,7 +1,7 @@
 """The charts of a run: which there are, their scales, and the lines in them. Pure; `svg.py` and `pictures.py` draw them.
 
 A scale is kept through a run: it is logarithmic or not from the first points on, its ends are 1, 2 or 5 times a power of ten,
-and it only becomes wider. The steps of all charts go from 0 to the run's last one, where that is known.
+and it only becomes wider. Steps go from 0 to such a number, too, or to the run's last one.
 """
 
 from __future__ import annotations
@@ -115,9 +115,15 @@ def charts_of(curve: Curve, scales: Scales | None = None) -> tuple[Chart, ...]:
         scale = Scale.of([value for one in drawn for _, value in one.points], is_log)
         scale = scale.wider(known[title]) if title in known else scale
         known[title] = scale
-        last = max(curve.last_step or 0, *(one.points[-1][0] for one in drawn), 1)
-        charts.append(Chart(title, drawn, scale, last, is_small))
+        charts.append(Chart(title, drawn, scale, _last_step(curve), is_small))
     return tuple(charts)
+
+
+def _last_step(curve: Curve) -> int:
+    """The step at which charts end: with some room for those to come, at most the run's last."""
+    here = max(1, *(points[-1][0] for points in (curve.losses, curve.val) if points))
+    room = round(_grid_above(here))
+    return room if curve.last_step is None else max(here, min(room, curve.last_step))
 
 
 def _of_scores(scores: Iterable[tuple[str, Points]]) -> list[tuple[str, list[Line], bool, bool]]:

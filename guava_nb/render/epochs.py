@@ -65,7 +65,7 @@ def runs_view(runs: Sequence[RunStatus]) -> View:
         )
         for run in runs
     ]
-    return View("runs", f"{len(runs)} in this session", None, (_without_empty(head, rows),))
+    return View("runs", f"{len(runs)} of this notebook", None, (_without_empty(head, rows),))
 
 
 def _last(run: RunStatus, name: str) -> float | None:

@@ -6,6 +6,7 @@ Import this file where a picture is made: matplotlib takes a second.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -146,8 +147,9 @@ def classes_png(
 
 
 def _draw_counts(axes: Axes, counts: Sequence[Sequence[int]], names: Sequence[str]) -> None:
-    shares = [[count / max(1, sum(row)) for count in row] for row in counts]
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    # Of none there is no number, and so no colour: white squares would be glaring on a dark page.
+    shares = [[count / sum(row) if count else math.nan for count in row] for row in counts]
+    axes.imshow(shares, cmap="Blues", vmin=-0.3, vmax=1)
     axes.set_xlabel("predicted", fontsize=_LETTERS)
     axes.set_ylabel("true", fontsize=_LETTERS)
     _plain(axes)

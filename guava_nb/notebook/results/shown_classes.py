@@ -98,5 +98,7 @@ def _image_of(value: Any) -> np.ndarray | None:
     image = image[:, :, 0] if image.ndim == 3 and image.shape[2] == 1 else image
     if image.ndim not in (2, 3) or min(image.shape[:2]) < 4 or (image.ndim == 3 and image.shape[2] != 3):
         return None
-    low, high = float(np.nanmin(image)), float(np.nanmax(image))
-    return None if not np.isfinite(high - low) else (image - low) / ((high - low) or 1.0)
+    if not np.isfinite(image).all():
+        return None
+    low, high = float(image.min()), float(image.max())
+    return (image - low) / ((high - low) or 1.0)

@@ -28,7 +28,7 @@ def _fields(status: Any) -> dict[str, Any]:
 
 def test_all_runs_or_those_of_the_line_stand_beside_each_other(trained: Any) -> None:
     shown = trained.run("%guava_runs")
-    assert "runs: 2 in this session" in shown.text and "run-1" in shown.text and "run-2" in shown.text
+    assert "runs: 2 of this notebook" in shown.text and "run-1" in shown.text and "run-2" in shown.text
     shown = trained.run("%guava_runs run-2")
     assert "run-1" not in shown.text
     shown = trained.run("%guava_runs run-3")
