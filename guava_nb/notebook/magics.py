@@ -16,7 +16,7 @@ from guava_nb.notebook import commands
 from guava_nb.notebook.completion import files, install_completion, loaders, names, remove_completion
 from guava_nb.notebook.display import choose_ui, say, show, show_png
 from guava_nb.notebook.doctor import doctor_report
-from guava_nb.notebook.formatters import ObjectViews
+from guava_nb.notebook.formatters import ObjectViews, of_the_user
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.join_code import hand_over, say_grant
 from guava_nb.notebook.line_options import Command
@@ -41,6 +41,7 @@ def _command(command: Command) -> Callable[[Callable[..., Any]], Callable[..., A
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: GuavaMagics, line: str, cell: str | None = None) -> Any:
+            __tracebackhide__ = True  # IPython leaves this frame out
             try:
                 args = command.parse(line, self.shell.user_ns)
                 if args is None:
@@ -50,6 +51,8 @@ def _command(command: Command) -> Callable[[Callable[..., Any]], Callable[..., A
                 raise  # it has its sentence
             except KeyboardInterrupt:
                 raise Interrupted(f"%{command.name} was cut short; %guava_status shows where things stand") from None
+            except Exception as error:
+                raise error.with_traceback(of_the_user(error.__traceback__))
 
         call.__doc__ = f"{command.help()}\n"
         return no_var_expand(call)

@@ -309,7 +309,7 @@ class NotebookSession:
         known = self.worker_names()
         if worker is not None and worker not in known:
             listed = ", ".join(known) or "none has joined"
-            raise UsageError(f"no worker is called {worker}{near(worker, known)} Workers: {listed}")
+            raise UsageError(f"no worker is called {worker}{near(worker, known) or '.'} Workers: {listed}")
         return list(orchestrator.log(worker=worker, n=num_lines))
 
     def new_lines(self, worker: str | None) -> Callable[[], list[str]]:

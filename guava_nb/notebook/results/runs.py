@@ -51,7 +51,7 @@ class Runs:
         known = [run.run_id for run in runs]
         for name in args.runs:
             if name not in known:
-                raise UsageError(f"no run is called {name}{near(name, known)} Runs: {', '.join(known)}")
+                raise UsageError(f"no run is called {name}{near(name, known) or '.'} Runs: {', '.join(known)}")
         return [run for run in runs if not args.runs or run.run_id in args.runs]
 
     @staticmethod
