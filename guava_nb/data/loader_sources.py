@@ -339,9 +339,11 @@ def _each(
 
 
 #: In a written traceback: a frame of this package or of torch's loader, with its lines of code and marks.
-_FRAME = re.compile(
-    rf'^ *File "(?:{re.escape(str(Path(__file__).resolve().parents[1]))}|[^"\n]*/torch/utils/data)/[^"\n]*", .*\n(?:    .*\n)*',
-    re.M,
+_OURS = re.escape(str(Path(__file__).resolve().parents[1]))
+_FRAME = re.compile(rf'^ *File "(?:{_OURS}|[^"\n]*/torch/utils/data)/[^"\n]*", .*\n(?:    .*\n)*', re.M)
+#: What a loader process wrote of the first error, before ours.
+_THERE = re.compile(
+    r"Original (Traceback \(most recent call last\):\n.*?)(?=\n\nThe above exception was the direct|\Z)", re.S
 )
 
 
@@ -349,7 +351,8 @@ def _of_the_user(cause: BaseException) -> str:
     """The traceback of what went wrong in the user's code, from there on; that of a loader process is in the error's text."""
     first = cause.__cause__ if isinstance(cause, SampleFailed) and cause.__cause__ is not None else cause
     whole = "".join(traceback.format_exception(first))
-    theirs = _FRAME.sub("", whole)
+    there = _THERE.search(whole)
+    theirs = _FRAME.sub("", whole if there is None else there[1])
     return theirs if '  File "' in theirs else whole
 
 

@@ -52,7 +52,7 @@ def _command(command: Command) -> Callable[[Callable[..., Any]], Callable[..., A
             except KeyboardInterrupt:
                 raise Interrupted(f"%{command.name} was cut short; %guava_status shows where things stand") from None
             except Exception as error:
-                raise error.with_traceback(of_the_user(error.__traceback__))
+                raise error.with_traceback(of_the_user(error.__traceback__))  # noqa: B904  it is the same error
 
         call.__doc__ = f"{command.help()}\n"
         return no_var_expand(call)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -46,8 +48,15 @@ class PastRuns:
             self._is_read = True
             with contextlib.suppress(OSError, msgspec.DecodeError):
                 before = msgspec.msgpack.decode(session.with_suffix(_SUFFIX).read_bytes(), type=list[RunStatus])
-                self._runs = [*before, *self._runs][-_MOST:]
+                self._runs = [*map(_with_time, before), *self._runs][-_MOST:]
         return list(self._runs)
+
+
+def _with_time(run: RunStatus) -> RunStatus:
+    """A run of an earlier process under a name that this one gives none of its own."""
+    if "@" in run.run_id or run.began_at is None:
+        return run
+    return replace(run, run_id=f"{run.run_id}@{time.strftime('%d%b-%H:%M:%S', time.localtime(run.began_at))}")
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -41,10 +41,14 @@ train = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
 test = DataLoader(TensorDataset(x_test, y_test), batch_size=120)"""
 TRAIN = "%guava_train --model Net --loss CrossEntropyLoss --data train --val test --epochs {} --lr 0.003"
 #: Numbers of the cells of the orchestrator's notebook.
-LOAD, UP, SHARE, LOADERS, LONG, STATUS, SHORT, ENERGY, PLAIN, TEXT, TEXT_STATUS, DOWN = range(12)
+LOAD, UP, SHARE, LOADERS, LONG, STATUS, SHORT, ENERGY, RUNS, SHOW, DETACHED, FOLLOW, PLAIN, TEXT, TEXT_STATUS, DOWN = (
+    range(16)
+)
 CELLS = [
     "%load_ext guava_nb", "%guava_up --local 2 --workers 3", MODEL, DATA, TRAIN.format(2000), "%guava_status",
-    TRAIN.format(3), "%guava_energy", "%env GUAVA_UI=text", TRAIN.format(3), "%guava_status", "%guava_down",
+    TRAIN.format(3), "%guava_energy", "%guava_runs --csv runs.csv --png runs.png", "%guava_predict --data test --show",
+    TRAIN.format(3) + " --detach", "%guava_status --follow", "%env GUAVA_UI=text", TRAIN.format(3), "%guava_status",
+    "%guava_down",
 ]  # fmt: skip
 #: Where its kernel keeps sessions: `guava status` here finds no other test's.
 STATE = ".state"
@@ -156,6 +160,23 @@ def look_at_the_page_outside(lab: Lab, folder: Path) -> None:
     page.close()
 
 
+def look_at_what_came_of_it(lab: Lab, folder: Path) -> None:
+    """Runs beside each other, classes beside predictions, and a run that was started to go on by itself."""
+    for number, words in ((RUNS, "Written to runs.png"), (SHOW, "of 360 right"), (DETACHED, "Training goes on since")):
+        lab.run_cell(number)
+        lab.wait_output(number, words, 60)
+    assert (lab.count(RUNS, "img"), lab.count(SHOW, "img")) == (1, 1)
+    assert len((folder / "runs.csv").read_text().splitlines()) > 100
+    assert (folder / "runs.png").read_bytes().startswith(b"\x89PNG")
+    lab.run_cell(FOLLOW)
+    shown = lab.wait_output(FOLLOW, "done", 60)
+    assert re.search(r"from \d\d:\d\d:\d\d to \d\d:\d\d:\d\d", shown) and "as of" in shown
+    for width in (500, 1280):
+        lab.resize(width)
+        both_themes(lab, f"runs-{width}", RUNS)
+        lab.shot(f"classes-{width}", SHOW)
+
+
 def test_the_cell_to_paste_is_shown_while_workers_are_missing_and_then_no_more(lab: Lab, other: Lab) -> None:
     lab.run_cell(LONG)
     shown = lab.wait_output(LONG, "2 of 3 workers are here", 60)
@@ -227,6 +248,7 @@ def test_a_finished_run_leaves_plain_html_and_a_small_file(lab: Lab, other: Lab,
     both_themes(lab, "finished", SHORT)
     assert (lab.count(SHORT, "svg"), lab.count(SHORT, "img")) == (0, 1)
     lab.shot("energy", ENERGY)
+    look_at_what_came_of_it(lab, folder)
     for number in (PLAIN, TEXT, TEXT_STATUS):
         lab.run_cell(number)
     lab.wait_output(TEXT, "done", 60)
@@ -241,6 +263,7 @@ def test_a_finished_run_leaves_plain_html_and_a_small_file(lab: Lab, other: Lab,
     page, _ = HTMLExporter().from_filename(str(path))
     assert "data:image/png;base64" in page and "time by phase" in page
     assert "widget-view" not in text.split('"execution_count"', SHORT + 1)[SHORT]
+    assert "Traceback" not in text and "stands still" not in text.split('"execution_count"', FOLLOW + 2)[FOLLOW + 1]
     assert text.count(code_of(lab)) == text.split('"execution_count"')[UP + 1].count(code_of(lab)) > 0
     assert lab.errors == []
 
