@@ -47,6 +47,7 @@ async function look() {
 }
 setTimeout(look, 1000);
 </script></body></html>"""
+_HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 _CLOSED = "The session was closed."
 
 
@@ -74,12 +75,11 @@ class StatusPage:
         self._charts, self._run_id = Charts(), ""
         self.token = secrets.token_urlsafe(16)
         try:
-            self._server = ThreadingHTTPServer((host, port), self._handler())
+            self._server = _Server((host, port), self)
         except OSError as problem:
             raise ConfigError(
                 f"the page cannot be served on {host}:{port} ({problem.strerror or problem}): choose another --port"
             ) from None
-        self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
 
     def address(self, host: str) -> str:
@@ -110,49 +110,46 @@ class StatusPage:
         at = time.strftime("%H:%M:%S", time.localtime(shown.at))
         return to_html(view, (), f"as of {at}. {_CLOSED if closed else note}".rstrip(), self._charts)
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        page = self
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 10  # seconds for which a request may come in
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
 
-            def do_GET(self) -> None:
-                url = urlsplit(self.path)
-                given = parse_qs(url.query).get("token", [""])[0]
-                if not hmac.compare_digest(given.encode(), page.token.encode()):
-                    self._answer(
-                        403, "the address needs its token: open the one that guava status --web wrote\n", "text/plain"
-                    )
-                elif url.path == "/panel":
-                    self._answer(200, page.panel(), "text/html")
-                elif url.path == "/":
-                    nonce = secrets.token_urlsafe(8)
-                    html = _PAGE.replace("NONCE", nonce).replace("PANEL", page.panel())
-                    self._answer(200, html, "text/html", nonce)
-                else:
-                    self._answer(404, "there is one page here\n", "text/plain")
+    def __init__(self, at: tuple[str, int], page: StatusPage) -> None:
+        super().__init__(at, _Handler)
+        self.page = page
 
-            def _answer(self, status: int, text: str, kind: str, nonce: str = "") -> None:
-                body = text.encode()
-                self.send_response(status)
-                script = f" script-src 'nonce-{nonce}';" if nonce else ""
-                for name, value in {
-                    "Content-Type": f"{kind}; charset=utf-8",
-                    "Content-Length": str(len(body)),
-                    "Cache-Control": "no-store",
-                    "Referrer-Policy": "no-referrer",
-                    "X-Content-Type-Options": "nosniff",
-                    "Content-Security-Policy": f"default-src 'none'; style-src 'unsafe-inline';{script} connect-src 'self'; "
-                    "frame-ancestors 'none'",
-                }.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
 
-            def log_message(self, *words: object) -> None:
-                """Say nothing: the lines would have the token."""
+class _Handler(BaseHTTPRequestHandler):
+    timeout = 10  # seconds for which a request may come in
+    server: _Server
 
-        return Handler
+    def do_GET(self) -> None:
+        page, url = self.server.page, urlsplit(self.path)
+        given = parse_qs(url.query).get("token", [""])[0]
+        if not hmac.compare_digest(given.encode(), page.token.encode()):
+            self._answer(403, "the address needs its token: open the one that guava status --web wrote\n", "text/plain")
+        elif url.path == "/panel":
+            self._answer(200, page.panel(), "text/html")
+        elif url.path == "/":
+            nonce = secrets.token_urlsafe(8)
+            html = _PAGE.replace("NONCE", nonce).replace("PANEL", page.panel())
+            self._answer(200, html, "text/html", nonce)
+        else:
+            self._answer(404, "there is one page here\n", "text/plain")
+
+    def _answer(self, status: int, text: str, kind: str, nonce: str = "") -> None:
+        body = text.encode()
+        self.send_response(status)
+        script = f" script-src 'nonce-{nonce}';" if nonce else ""
+        policy = f"default-src 'none'; style-src 'unsafe-inline';{script} connect-src 'self'; frame-ancestors 'none'"
+        headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body)), **_HEADERS}
+        for name, value in {**headers, "Content-Security-Policy": policy}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words: object) -> None:
+        """Say nothing: the lines would have the token."""
 
 
 def lan_address() -> str:

@@ -274,7 +274,7 @@ class Forecast:
         run = self.run
         if run is None:
             return "How fast the line is was not measured here: "
-        times = [f"{show_time(seconds_for(run, (rate, rate)))} at {name}" for rate, name in _USUAL_LINES]
+        times = [f"{show_time(seconds_for(run, (rate, rate)) or 0.0)} at {name}" for rate, name in _USUAL_LINES]
         return f"At least {' or '.join(times)} each way; how fast the line is was not measured here: "
 
     def _budget(self) -> list[str]:

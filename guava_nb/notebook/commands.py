@@ -334,7 +334,7 @@ STATUS = Command(
         flag(
             "-f",
             "--follow",
-            help="show the run until it ends, or until the cell is interrupted, which leaves the run alone",
+            help="show the newest run until it has ended, or until the cell is interrupted, which leaves the run alone",
         ),
     ),
     "%guava_status --follow",

@@ -265,6 +265,10 @@ class GuavaMagics(Magics):
         """Check this machine and the way to a session."""
         self._show(doctor_report(args, self.session.worker.ask_for_code))
 
+    def tell_end(self, result: Any = None) -> None:
+        """After each cell: say how a run that no cell shows has ended meanwhile."""
+        self.session.runs.tell_end()
+
     def close(self) -> None:
         """Close everything this notebook started; also called when the kernel ends."""
         self.session.close()
@@ -310,6 +314,7 @@ def load(shell: Any) -> None:
         },
     )
     allow_help_alone(shell)
+    shell.events.register("post_run_cell", magics.tell_end)
     atexit.register(magics.close)
 
 
@@ -320,6 +325,7 @@ def unload(shell: Any) -> None:
         return
     atexit.unregister(magics.close)
     magics.objects.forget()
+    shell.events.unregister("post_run_cell", magics.tell_end)
     remove_settings(shell)
     remove_completion(shell, commands.COMMANDS)
     forbid_help_alone(shell)

@@ -52,8 +52,8 @@ _FLAGS = {
     "compression": "--compression", "prefetch_bytes": "--prefetch-mb",
 }  # fmt: skip
 DETACHED = (
-    "Training goes on since {}: %guava_status --follow shows it live here and at its end how it ended, guava status --web in a "
-    "terminal on a page of its own; %guava_stop ends it."
+    "Training goes on since {}: %guava_status --follow shows it live here, and how it ended; guava status --web does so in a "
+    "terminal, on a page of its own. %guava_stop ends it."
 )
 _NO_SESSION = "no session is open here: run %guava_up first"
 
@@ -245,6 +245,7 @@ class NotebookSession:
         if args.out is not None:
             names[args.out] = run
         if args.detach:
+            self.runs.leave_alone(run)
             say("\n".join([*notices.latest(), DETACHED.format(time.strftime("%H:%M:%S"))]))
         else:
             self._follow(run, tail, notices, panel, new_code)
@@ -423,13 +424,13 @@ class NotebookSession:
         return show
 
     def follow_run(self, panel: Panel) -> bool:
-        """Watch the run that goes on, until it ends or the cell is interrupted, which leaves the run alone.
+        """Watch the newest run until it has ended or the cell is interrupted, which leaves the run alone.
 
         Returns:
-            False where none goes on here.
+            False where there was none here.
         """
         run = self._orchestrator.run if self.is_open else None
-        if run is None or run.done:
+        if run is None:
             return False
         orchestrator, interrupted = self._orchestrator, threading.Event()
 
@@ -442,7 +443,9 @@ class NotebookSession:
             interrupted.set()
             return f"{run.run_id} goes on; %guava_stop ends it."
 
-        watch(lambda wait_s: interrupted.is_set() or run.wait(wait_s), frame, frame, panel, let_go)
+        watch(lambda wait_s: interrupted.is_set() or run.done or run.wait(wait_s), frame, frame, panel, let_go)
+        if run.done:
+            self.runs.leave_alone(None)
         return True
 
     def _follow(

@@ -72,15 +72,13 @@ class Orchestrator(SessionHost):
     def __init__(self, config: DistributedConfig | None = None, **overrides: Any) -> None:
         """Check the settings; nothing is started before `open`."""
         super().__init__(config, **overrides)
-        self._given = self.config  # what a mode falls back to
-        self._set_by_mode: set[str] = set()
+        self._given, self._set_by_mode = self.config, set[str]()  # what a mode falls back to; what one set
         if ignored := self.config.without_effect():
             told = ", ".join(f"{name} ({other} takes its place)" if other else name for name, other in ignored.items())
             self._notices.add(f"accepted, without effect here: {told}; see help(DistributedConfig)")
         self.run: Run | None = None
         self.past_runs = PastRuns(lambda: self.run_path)
-        self._tensor_plan: dict[str, str] = {}
-        self._models = ModelRegistry()
+        self._models, self._tensor_plan = ModelRegistry(), dict[str, str]()
         self._replica_sets = ReplicaSets(
             self._models, self._notices, self._open_cluster, lambda: self._patience_s, lambda: self.run_path
         )

@@ -128,7 +128,7 @@ def _last_step(curve: Curve) -> int:
 
 def _of_scores(scores: Iterable[tuple[str, Points]]) -> list[tuple[str, list[Line], bool, bool]]:
     """Metrics between 0 and 1 share a chart; each other one has its own."""
-    shares, others = [], []
+    shares, others = list[Line](), list[Line]()
     for name, points in scores:
         (shares if all(0 <= value <= 1 for _, value in points) else others).append(Line(name, points, has_dots=True))
     together = [("metrics" if len(shares) > 1 else shares[0].name, shares, False, False)] if shares else []

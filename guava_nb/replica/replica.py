@@ -233,7 +233,7 @@ class Replica(BaseReplica):
         solo: bool,
         gates: bool,
     ) -> LaunchedShard:
-        checked, sizes, square = self._checked() if solo else ([], None, None)
+        checked, sizes, square = _checked(self._named, self._buffers.moved_numbers()) if solo else ([], None, None)
         values, denominators = [loss.value for loss, _ in losses], _denominators(work, losses)
         factor = _true_mean(work, losses) if gates and len(losses) > 1 else 1.0
         of_all = [] if sizes is None or square is None else [square, sizes]
@@ -258,13 +258,6 @@ class Replica(BaseReplica):
             )  # fmt: skip
 
         return LaunchedShard(read, factor, figures.bad)
-
-    def _checked(self) -> tuple[list[str], Tensor | None, Tensor | None]:
-        """Return what must be finite for a lone worker's step: names, a norm of each; and the gradient's squared norm."""
-        gradients = {name: _values(p.grad) for name, p in self._named.items() if p.grad is not None}
-        found = {**gradients, **self._buffers.moved_numbers()}
-        sizes = norms(found.values())
-        return list(found), sizes, square_sum(list(gradients.values()), sizes)
 
     # -------------------------------------------------------------------------------------------------- commit or abort
 
@@ -495,3 +488,13 @@ def _scale(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
 
 def _values(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
+
+
+def _checked(
+    named: Mapping[str, nn.Parameter], moved: Mapping[str, Tensor]
+) -> tuple[list[str], Tensor | None, Tensor | None]:
+    """Return what must be finite for a lone worker's step: names, a norm of each; and the gradient's squared norm."""
+    gradients = {name: _values(p.grad) for name, p in named.items() if p.grad is not None}
+    found = {**gradients, **moved}
+    sizes = norms(found.values())
+    return list(found), sizes, square_sum(list(gradients.values()), sizes)

@@ -35,7 +35,7 @@ from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.byte_budget import Budget, BudgetSpent
 from guava_nb.training.first_step_check import FirstStepCheck
 from guava_nb.training.handed_out import HandedOut
-from guava_nb.training.logs.run_log import RunLogs, settings_of
+from guava_nb.training.logs.run_log import RunLogs, told_settings
 from guava_nb.training.membership import Membership
 from guava_nb.training.plan import Position, TrainingPlan
 from guava_nb.training.recovery import Handover, Recovery
@@ -130,10 +130,10 @@ class TrainingJob(Job):
             model=lambda: self._handed_out.note(model()) if self.is_current() else model(),
             budget=plan.budget,
             is_local=replica_set.spec.rounds is not None,
-            settings=settings_of(replica_set.run_id, mode_of(replica_set.spec), replica_set.spec),
+            settings=told_settings(replica_set.run_id, replica_set.spec),
         )
-        steps = plan.steps_left(replica_set.step)
-        return Run(replica_set.run_id, mode_of(replica_set.spec), plan.num_epochs, steps, sources)
+        spec, steps_left = replica_set.spec, plan.steps_left(replica_set.step)
+        return Run(replica_set.run_id, mode_of(spec), plan.num_epochs, steps_left, sources)
 
     # ------------------------------------------------------------------------------------------------ from any thread
 

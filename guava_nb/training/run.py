@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from guava_nb.telemetry.energy_record import EnergyRecord, energy_record
 from guava_nb.telemetry.run_energy import RunEnergy
 from guava_nb.telemetry.waits import Feeding
 from guava_nb.training.byte_budget import Budget
-from guava_nb.training.figures import epoch_figures, points, scores, thin
+from guava_nb.training.logs.figures import curves
 
 __all__ = ["Run", "RunSources"]
 
@@ -60,7 +60,7 @@ class RunSources:
     model: Callable[[], torch.nn.Module] | None = None
     budget: Budget | None = None
     is_local: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: tuple[tuple[str, str], ...] = ()
     kept: Callable[[], int | None] = lambda: None
 
     def frozen(self) -> RunSources:
@@ -224,7 +224,7 @@ class Run:
             recent = history[-20:]
             span = recent[-1]["seconds"] - recent[0]["seconds"] if len(recent) > 1 else 0.0
             last = history[-1] if history else None
-            loaded, drawn = self.feeding().loaded, thin(history)
+            loaded = self.feeding().loaded
             kept = self._sources.kept()
             at_risk = (None, None) if kept is None else self._since(kept)
             return RunStatus(
@@ -239,7 +239,7 @@ class Run:
                 elapsed_s=elapsed,
                 samples_per_s=sum(r["samples"] for r in recent[1:]) / span if span > 0 else None,
                 loss=last["loss"] if last else None,
-                losses=points(drawn, "loss"),
+                **curves(history, self.validations, self.epochs, lambda: self.energy),
                 val=tuple((v["step"], v["loss"], v["accuracy"], v.get("perplexity")) for v in self.validations),
                 learning_rate=next(
                     (r["learning_rate"] for r in reversed(recent) if r["learning_rate"] is not None), None
@@ -257,11 +257,7 @@ class Run:
                 rounds=len(history) if self._sources.is_local else 0,
                 steps_before=history[0]["step"] - history[0].get("steps", 1) if history else 0,
                 budget_bytes=0 if self.budget is None else self.budget.limit.limit_bytes,
-                epochs=epoch_figures(self.epochs, history, self.validations, lambda: self.energy),
-                scores=scores(self.validations),
-                learning_rates=points(drawn, "learning_rate"),
-                gradient_norms=points(drawn, "gradient_norm"),
-                settings=tuple((name, str(value)) for name, value in self._sources.settings.items()),
+                settings=self._sources.settings,
                 began_at=self._began_at,
                 ended_at=None if self._wall_s is None else self._began_at + self._wall_s,
             )

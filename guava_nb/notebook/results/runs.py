@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from typing import Any
 
 from IPython.core.error import UsageError
 
+from guava_nb.notebook.display import say
 from guava_nb.notebook.line_words import in_a_folder, near
 from guava_nb.render import runs_csv
+from guava_nb.render.values import show_float
 from guava_nb.status import RunStatus
 
 __all__ = ["Runs"]
@@ -25,6 +28,25 @@ class Runs:
     def __init__(self, session: Callable[[], Any]) -> None:
         """Ask nothing yet."""
         self._session = session
+        self._alone: Any = None
+
+    def leave_alone(self, run: Any) -> None:
+        """Note a run that goes on without a cell, so that its end is told by a later one; None: its end was shown."""
+        self._alone = run
+
+    def tell_end(self) -> None:
+        """Say how such a run ended, once; called after each cell."""
+        run = self._alone
+        if run is None or not run.done:
+            return
+        self._alone = None
+        status = run.status()
+        at = "" if status.ended_at is None else f" at {time.strftime('%H:%M:%S', time.localtime(status.ended_at))}"
+        loss = "" if status.loss is None else f", loss {show_float(status.loss)}"
+        why = f" ({status.message})" if status.message else ""
+        say(
+            f"{status.run_id} ended{at}: {status.state}{why}, step {status.step}{loss}. %guava_status --follow shows all of it."
+        )
 
     def all(self) -> list[RunStatus]:
         """Return the runs, the oldest first; the one that goes on is the last."""
@@ -65,7 +87,11 @@ class Runs:
             UsageError: a folder does not exist, or the disk takes nothing.
         """
         said = []
-        for given, make in ((args.csv, lambda: runs_csv(runs).encode()), (args.png, png)):
+        makers: list[tuple[str | None, Callable[[], bytes]]] = [
+            (args.csv, lambda: runs_csv(runs).encode()),
+            (args.png, png),
+        ]
+        for given, make in makers:
             if given is None:
                 continue
             path = in_a_folder(given, "%guava_runs")

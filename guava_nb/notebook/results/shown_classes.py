@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,12 +70,10 @@ def _title(names: Sequence[str], target: int, predicted: int) -> tuple[str, bool
 
 
 def _class_of(sample: Any) -> int:
-    try:
+    with contextlib.suppress(TypeError, ValueError, IndexError, KeyError):
         target = np.asarray(sample[1])
-        if target.size == 1 and int(target.reshape(())) == float(target.reshape(())) and int(target.reshape(())) >= 0:
-            return int(target.reshape(()))
-    except (TypeError, ValueError, IndexError, KeyError):
-        pass
+        if target.size == 1 and (number := int(target.reshape(()))) == float(target.reshape(())) and number >= 0:
+            return number
     raise UsageError(
         "--show compares with classes: samples of (input, class), the class a number from 0 on; these are others. The "
         "results themselves are complete: leave --show out"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from guava_nb.training.figures import epoch_joules
+from guava_nb.training.logs.figures import epoch_joules
 from guava_nb.training.run import Run
 
 __all__ = ["KINDS", "Row", "RunReader"]

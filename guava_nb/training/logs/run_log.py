@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from guava_nb.protocol.messages import RunSpec
+from guava_nb.spec.run_spec import mode_of
 from guava_nb.training.logs.rows import Row, RunReader
 from guava_nb.training.logs.writers import WRITERS, LogPlace, Writer
 from guava_nb.training.plan import Logged
 from guava_nb.training.run import Run
 
-__all__ = ["RunLogs", "settings_of"]
+__all__ = ["RunLogs", "told_settings"]
 
 #: Seconds between two looks, after a writer failed, and for which a run's end waits for all of them.
 _LOOK_S, _RETRY_S, _END_S = 1.0, 15.0, 20.0
@@ -112,7 +113,7 @@ class RunLogs:
             spec: of the run, whose settings some libraries show.
         """
         before, self._name = self._before or Logged(""), name
-        place = LogPlace(folder, name, settings_of(self._run.run_id, self._run.mode, spec), before.name, before.up_to)
+        place = LogPlace(folder, name, _settings_of(self._run.run_id, self._run.mode, spec), before.name, before.up_to)
         for kind in kinds:
             reader = RunReader(self._run, before.steps, before.epochs)
             self._threads.append(_WriterThread(kind, place, reader, self._say))
@@ -142,7 +143,7 @@ class RunLogs:
                 )
 
 
-def settings_of(run_id: str, mode: str, spec: RunSpec) -> dict[str, Any]:
+def _settings_of(run_id: str, mode: str, spec: RunSpec) -> dict[str, Any]:
     """What of a run's settings a table of runs shows."""
     named = {"model": spec.model, "criterion": spec.criterion or spec.step, "optimizer": spec.optimizer}
     settings: dict[str, Any] = {"run_id": run_id, "mode": mode, "precision": spec.precision}
@@ -150,3 +151,8 @@ def settings_of(run_id: str, mode: str, spec: RunSpec) -> dict[str, Any]:
         if factory is not None:
             settings |= {name: factory.name, **{f"{name}.{key}": value for key, value in factory.args.items()}}
     return settings
+
+
+def told_settings(run_id: str, spec: RunSpec) -> tuple[tuple[str, str], ...]:
+    """Return the same as text, for a person."""
+    return tuple((name, str(value)) for name, value in _settings_of(run_id, mode_of(spec), spec).items())

@@ -20,7 +20,9 @@ FULL = Curve(POINTS, POINTS[::10], (("accuracy", ((10, 0.5),)), ("f1", ((10, 0.4
 def test_there_is_a_chart_for_each_kind_and_metrics_between_0_and_1_share_one() -> None:
     charts = charts_of(FULL)
     assert [chart.title for chart in charts] == ["loss", "metrics", "perplexity", "learning rate", "gradient norm"]
-    assert {chart.last_step for chart in charts} == {100}
+    assert {chart.last_step for chart in charts} == {50}
+    assert [charts_of(Curve(((1, 1.0), (n, 0.5)), last_step=100))[0].last_step for n in (2, 60, 100)] == [2, 100, 100]
+    assert charts_of(Curve(((1, 1.0), (60, 0.5))))[0].last_step == 100
     assert [chart.title for chart in charts_of(Curve(POINTS, learning_rates=POINTS[:1]))] == ["loss"]
     assert charts_of(Curve(((1, math.nan), (2, math.inf)))) == ()
 

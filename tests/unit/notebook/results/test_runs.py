@@ -51,3 +51,17 @@ def test_without_a_session_or_a_run_it_says_what_to_do(notebook: Any) -> None:
     assert "run %guava_up first" in notebook.run("%guava_runs").text
     notebook.run("%guava_up")
     assert "%guava_train starts one" in notebook.run("%guava_runs").text
+
+
+def test_a_run_that_no_cell_shows_is_told_of_once_when_it_has_ended(notebook: Any) -> None:
+    notebook.next_run = FakeRun(num_steps=2)
+    notebook.run("%guava_up --local 1\nloader = []")
+    shown = notebook.run("run = %guava_train --model Net --loss L --data loader --detach")
+    assert "Training goes on since" in shown.text and "ended:" not in shown.text
+    shown = notebook.run("while not run.wait(): pass")
+    assert "run-1 ended: done, step 2, loss 1. %guava_status --follow shows all of it." in shown.text
+    assert "ended" not in notebook.run("1").text
+    assert "2 in 1 of 1 epochs" in notebook.run("%guava_status --follow").text
+    notebook.orchestrator.next_run = FakeRun(num_steps=2)
+    notebook.run("%guava_train --model Net --loss L --data loader --detach")
+    assert "ended:" not in notebook.run("%guava_status --follow").text + notebook.run("1").text, "it was shown"

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from guava_nb.status import EpochFigures
-from guava_nb.training.figures import CURVE_POINTS, epoch_figures, points, scores, thin
+from guava_nb.training.logs.figures import CURVE_POINTS, epoch_figures, points, scores, thin
 
 HISTORY: list[dict[str, Any]] = [
     {"step": n, "loss": 1.0 / n, "learning_rate": 0.1 / n if n != 4 else None, "gradient_norm": None}

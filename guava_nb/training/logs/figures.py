@@ -9,7 +9,7 @@ from typing import Any
 
 from guava_nb.status import EpochFigures, Points
 
-__all__ = ["CURVE_POINTS", "epoch_figures", "epoch_joules", "points", "scores", "thin"]
+__all__ = ["CURVE_POINTS", "curves", "epoch_figures", "epoch_joules", "points", "scores", "thin"]
 
 #: Points of a curve in a status; enough for any screen.
 CURVE_POINTS = 500
@@ -31,6 +31,23 @@ def thin(records: list[Record], most: int = CURVE_POINTS) -> list[Record]:
 def points(records: Sequence[Record], name: str) -> Points:
     """Return (step, value) of the records that have this value."""
     return tuple((record["step"], float(record[name])) for record in records if record.get(name) is not None)
+
+
+def curves(
+    history: list[Record],
+    validations: Sequence[Record],
+    epochs: Sequence[Record],
+    energy: Callable[[], Sequence[Record]],
+) -> dict[str, Any]:
+    """Return what a status has of them, by the names there."""
+    drawn = thin(history)
+    return {
+        "losses": points(drawn, "loss"),
+        "learning_rates": points(drawn, "learning_rate"),
+        "gradient_norms": points(drawn, "gradient_norm"),
+        "scores": scores(validations),
+        "epochs": epoch_figures(epochs, history, validations, energy),
+    }
 
 
 def scores(validations: Sequence[Record]) -> tuple[tuple[str, Points], ...]:
