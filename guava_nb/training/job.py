@@ -108,8 +108,7 @@ class TrainingJob(Job):
         self._stop_after, self._stop_deadline = 0, 0.0  # the step and the time after which an interrupt ends the run
         self.on_end: Callable[[], None] = lambda: None
         self.on_slow = lambda rank: window.adopt()
-        self._lost_in_callback: list[Exception] = []
-        self._in_epoch = False  # only there a hand-over unwinds: elsewhere the state is on its way here anyway
+        self._lost_in_callback, self._in_epoch = list[Exception](), False  # a hand-over unwinds only in an epoch
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
     def _new_run(self, model: Callable[[], torch.nn.Module]) -> Run:

@@ -223,7 +223,6 @@ class Run:
             samples = sum(record["samples"] for record in history)
             recent = history[-20:]
             span = recent[-1]["seconds"] - recent[0]["seconds"] if len(recent) > 1 else 0.0
-            last = history[-1] if history else None
             loaded = self.feeding().loaded
             kept = self._sources.kept()
             at_risk = (None, None) if kept is None else self._since(kept)
@@ -238,12 +237,7 @@ class Run:
                 samples=samples,
                 elapsed_s=elapsed,
                 samples_per_s=sum(r["samples"] for r in recent[1:]) / span if span > 0 else None,
-                loss=last["loss"] if last else None,
                 **curves(history, self.validations, self.epochs, lambda: self.energy),
-                val=tuple((v["step"], v["loss"], v["accuracy"], v.get("perplexity")) for v in self.validations),
-                learning_rate=next(
-                    (r["learning_rate"] for r in reversed(recent) if r["learning_rate"] is not None), None
-                ),
                 message=self._message,
                 waits_s=None if self._waits_until is None else max(0.0, self._waits_until - time.monotonic()),
                 wire=self.wire,

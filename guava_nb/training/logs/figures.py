@@ -41,7 +41,11 @@ def curves(
 ) -> dict[str, Any]:
     """Return what a status has of them, by the names there."""
     drawn = thin(history)
+    rates = (record["learning_rate"] for record in reversed(history[-20:]))
     return {
+        "loss": history[-1]["loss"] if history else None,
+        "learning_rate": next((rate for rate in rates if rate is not None), None),
+        "val": tuple((v["step"], v["loss"], v["accuracy"], v.get("perplexity")) for v in validations),
         "losses": points(drawn, "loss"),
         "learning_rates": points(drawn, "learning_rate"),
         "gradient_norms": points(drawn, "gradient_norm"),
