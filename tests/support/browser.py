@@ -186,7 +186,7 @@ class Lab:
 
     def count(self, number: int, kind: str) -> int:
         """How many elements of a kind stand below a cell: "svg", "img"."""
-        return int(self._cell(number).locator(f".jp-Cell-outputArea {kind}").count())
+        return int(self._cell(number).locator(f".jp-OutputArea-output {kind}").count())
 
     def size_of_output(self, number: int) -> tuple[int, int]:
         """Pixels that what stands below a cell takes a moment from now: height, and how far it is wider than its room."""
