@@ -8,10 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["NEW_CODE_NEEDED", "OwnFigures", "RunStatus", "Status", "Validated", "WireBytes", "WorkerStatus"]
+__all__ = [
+    "NEW_CODE_NEEDED",
+    "EpochFigures",
+    "OwnFigures",
+    "Points",
+    "RunStatus",
+    "Status",
+    "Validated",
+    "WireBytes",
+    "WorkerStatus",
+]
 
 #: One validation: step, loss, accuracy, perplexity; the last two are None where they have no meaning.
 Validated = tuple[int, float, float | None, float | None]
+
+#: A curve: (optimizer step, value).
+Points = tuple[tuple[int, float], ...]
 
 #: In what a worker says of itself whose session is away behind a tunnel.
 NEW_CODE_NEEDED = "a new join code may be needed"
@@ -116,6 +129,27 @@ class OwnFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class EpochFigures:
+    """One epoch that was ended.
+
+    Attributes:
+        epoch: its number, from 1.
+        loss: mean over its samples.
+        val: what the last validation in it measured, by name; () without one.
+        learning_rate: of its last step.
+        took_s: seconds, validation included.
+        joules: of all workers that measure.
+    """
+
+    epoch: int
+    loss: float | None
+    val: tuple[tuple[str, float], ...] = ()
+    learning_rate: float | None = None
+    took_s: float | None = None
+    joules: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RunStatus:
     """One run. `state` is "preparing", "training", "validating", "waiting", "stopping", "done", "stopped" or "failed"."""
 
@@ -146,6 +180,13 @@ class RunStatus:
     at_risk_steps: int | None = None  # that would be lost with the workers now; None where others have them, too
     at_risk_s: float | None = None  # of work, likewise
     waits_s: float | None = None  # for how much longer it waits for workers to join
+    epochs: tuple[EpochFigures, ...] = ()  # that were ended, the newest 200
+    scores: tuple[tuple[str, Points], ...] = ()  # what validations measured beside the loss, by name
+    learning_rates: Points = ()
+    gradient_norms: Points = ()  # of the mean gradient before clipping
+    settings: tuple[tuple[str, str], ...] = ()  # what a table of runs shows: model, optimizer, its arguments
+    began_at: float | None = None  # seconds since 1970
+    ended_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from guava_nb.errors import ConfigError
 
-__all__ = ["parse_bytes", "parse_seconds", "show_bytes", "show_time"]
+__all__ = ["parse_bytes", "parse_seconds", "show_bytes", "show_float", "show_time"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _FACTORS: dict[str, int] = {
@@ -60,10 +61,19 @@ def show_bytes(count_bytes: int) -> str:
     return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
 
 
+def show_float(value: float, digits: int = 4) -> str:
+    """A number with `digits` significant digits, all before the point, and no exponent."""
+    if not math.isfinite(value):
+        return f"{value:g}"
+    decimals = max(0, digits - 1 - int(f"{value:.{digits - 1}e}".partition("e")[2]))
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
+
+
 def show_time(seconds: float) -> str:
     """A length of time in one unit: 0.012 is "12 ms", 9000 is "2.5 h"."""
     if seconds < 0.9995:
-        return f"{seconds * 1000:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:,.3g} h"
+        return f"{show_float(seconds * 1000, 3)} ms"
+    if seconds < 119.5:
+        return f"{show_float(seconds, 3)} s"
+    return f"{show_float(seconds / 60, 3)} min" if seconds < 7200 else f"{show_float(seconds / 3600, 3)} h"

@@ -7,9 +7,11 @@ order as the user's own would. Three kinds of source have one interface: `open(s
 from __future__ import annotations
 
 import operator
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from guava_nb.data.loader_wrappers import (
     LeaveOut,
     Located,
     Recorder,
+    SampleFailed,
     Unread,
     check_spawned,
     rebuild,
@@ -55,7 +58,7 @@ class LoadError(TrainingError):
         self.batch_index = batch_index
         self.sample_ids = sample_ids
         self.sample = told["sample"] if told else ""
-        self.loader_traceback = "".join(traceback.format_exception(cause))
+        self.loader_traceback = _of_the_user(cause)
         what = f"sample {self.sample} (batch {batch_index})" if told else f"batch {batch_index}{_span(sample_ids)}"
         super().__init__(f"{what} could not be loaded: {told['reason'].strip() if told else _reason(cause)}")
 
@@ -342,6 +345,24 @@ def _each(
             raise failed from error
         yield index, batch
         index += 1
+
+
+#: In a written traceback: a frame of this package or of torch's loader, with its lines of code and marks.
+_OURS = re.escape(str(Path(__file__).resolve().parents[1]))
+_FRAME = re.compile(rf'^ *File "(?:{_OURS}|[^"\n]*/torch/utils/data)/[^"\n]*", .*\n(?:    .*\n)*', re.M)
+#: What a loader process wrote of the first error, before ours.
+_THERE = re.compile(
+    r"Original (Traceback \(most recent call last\):\n.*?)(?=\n\nThe above exception was the direct|\Z)", re.S
+)
+
+
+def _of_the_user(cause: BaseException) -> str:
+    """The traceback of what went wrong in the user's code, from there on; that of a loader process is in the error's text."""
+    first = cause.__cause__ if isinstance(cause, SampleFailed) and cause.__cause__ is not None else cause
+    whole = "".join(traceback.format_exception(first))
+    there = _THERE.search(whole)
+    theirs = _FRAME.sub("", whole if there is None else there[1])
+    return theirs if '  File "' in theirs else whole
 
 
 def _are_arrays(loader: Any) -> bool:

@@ -9,6 +9,7 @@ import ipaddress
 import time
 from collections.abc import Callable
 
+from guava_nb.config.units import show_time
 from guava_nb.doctor.check import Check
 from guava_nb.errors import (
     AuthenticationError,
@@ -123,9 +124,9 @@ def _measured(figures: LineFigures) -> Check:
     """What the line is good for."""
     down, up = figures.down_bytes_s, figures.up_bytes_s
     detail = (
-        f"{_mbit(down)} from there, {_mbit(up)} to there, round trip {figures.round_trip_s * 1e3:.3g} ms: "
-        f"{_BATCH_BYTES // 10**6} MB of batches come in {_BATCH_BYTES / down:.2g} s, as much of gradients goes in "
-        f"{_BATCH_BYTES / up:.2g} s (measuring took {figures.used_bytes / 1e6:.1f} MB)"
+        f"{_mbit(down)} from there, {_mbit(up)} to there, round trip {show_time(figures.round_trip_s)}: "
+        f"{_BATCH_BYTES // 10**6} MB of batches come in {show_time(_BATCH_BYTES / down)}, as much of gradients goes in "
+        f"{show_time(_BATCH_BYTES / up)} (measuring took {figures.used_bytes / 1e6:.1f} MB)"
     )
     if min(down, up) < _SLOW_BYTES_S:
         return Check("line", "warning", detail, f"this line is slow: {_THRIFTY}")

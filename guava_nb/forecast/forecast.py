@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from guava_nb.cluster.traffic import KINDS, NOTHING, Traffic
-from guava_nb.config.units import show_bytes
+from guava_nb.config.units import show_bytes, show_time
 from guava_nb.forecast.sync_choice import SyncChoice
 
 __all__ = ["Feeding", "Forecast", "Parts", "Saving", "seconds_for"]
@@ -263,7 +263,7 @@ class Forecast:
         lines = [f"{show_bytes(round(rate))}/s {way}" for rate, way in ways if rate is not None]
         if self.seconds is not None:
             said.append(
-                f"At the measured {' and '.join(lines)} the bytes of the run take at least {self.seconds:.3g} s."
+                f"At the measured {' and '.join(lines)} the bytes of the run take at least {show_time(self.seconds)}."
             )
         elif len(lines) < 2:
             said.append(f"{self._usual_times()}%guava_doctor with the join code measures it where a worker is.")
@@ -274,7 +274,7 @@ class Forecast:
         run = self.run
         if run is None:
             return "How fast the line is was not measured here: "
-        times = [f"{seconds_for(run, (rate, rate)):.3g} s at {name}" for rate, name in _USUAL_LINES]
+        times = [f"{show_time(seconds_for(run, (rate, rate)) or 0.0)} at {name}" for rate, name in _USUAL_LINES]
         return f"At least {' or '.join(times)} each way; how fast the line is was not measured here: "
 
     def _budget(self) -> list[str]:

@@ -70,7 +70,7 @@ def parts_of(run: RunFacts) -> Parts:
 def _star_step(run: RunFacts) -> Traffic:
     """Return what a step takes beside its batches."""
     commit = run.out(messages.CommitStep, commit=messages.Commit(1.5, False))
-    report = run.typical(messages.Ready) if run.solo and not run.spec.lockstep else None
+    report = run.typical(messages.Ready, gradient_square=1.5) if run.solo and not run.spec.lockstep else None
     done = run.back(messages.StepApplied, learning_rate=1.5, ready=report) + run.hashes
     if run.solo:
         return done + run.acks(1, 1) if report else done + run.back(messages.Ready) + commit + run.acks(2, 2)

@@ -345,6 +345,9 @@ PREDICT = Command(
         _shared("--step", "a shared function(model, batch) that returns the outputs"),
         _file("--path", "write memory maps into this folder, for results larger than memory", "DIR"),
         flag("--resume", help="go on with what --path holds"),
+        flag(
+            "--show", help="compare with the classes of the data set: which is taken for which, and samples as images"
+        ),
         option("--into", metavar="NAME", help="also store the results in this variable"),
         flag("--generate", help="continue the prompts of --data: texts, or lists of tokens"),
         _count("--max-new-tokens", "--generate: for each prompt (50)"),
@@ -370,10 +373,21 @@ STATUS = Command(
         flag(
             "-f",
             "--follow",
-            help="show the run until it ends, or until the cell is interrupted, which leaves the run alone",
+            help="show the newest run until it has ended, or until the cell is interrupted, which leaves the run alone",
         ),
     ),
     "%guava_status --follow",
+)
+RUNS = Command(
+    "guava_runs",
+    "The runs of this notebook beside each other, also those of kernels before: a table of how they ended and in which settings "
+    "they differ, and their losses in one picture.",
+    (
+        word("runs", nargs="*", metavar="RUN", complete=("<runs>",), help="only these"),
+        _file("--csv", "write every point of their curves into this file: run, figure, step, value"),
+        _file("--png", "write the picture into this file"),
+    ),
+    "%guava_runs --csv runs.csv --png losses.png",
 )
 ENERGY = Command(
     "guava_energy",
@@ -433,5 +447,5 @@ DOCTOR = Command(
 
 COMMANDS = (
     *(UP, WORKER, SHARE, PX, RUN, PUSH, PULL, PIP, FILES, MODE, TRAIN, VALIDATE, PREDICT),
-    *(STATUS, ENERGY, LOG, SAVE, RESUME, STOP, DOWN, DOCTOR),
+    *(STATUS, RUNS, ENERGY, LOG, SAVE, RESUME, STOP, DOWN, DOCTOR),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from guava_nb.notebook.line_options import Command, Offers
 
-__all__ = ["files", "install_completion", "loaders", "names", "remove_completion"]
+__all__ = ["complete_by_dir", "files", "install_completion", "loaders", "names", "remove_completion"]
 
 _IDENTIFIER = "guava_nb.matcher"
 #: A magic of ours on a line, also where its value is assigned: its percent signs, its name, and the rest up to the cursor.
@@ -79,6 +80,14 @@ def _hook(command: Command, offers: Offers) -> Callable[[Any, Any], list[str]]:
         return command.completions(before, event.symbol, offers)
 
     return complete
+
+
+def complete_by_dir(kind: type) -> None:
+    """Have tab offer what objects of a class call theirs by `dir`: without jedi, IPython adds all that the class has."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from IPython.utils.generics import complete_object
+
+        complete_object.register(kind)(lambda thing, before: [name for name in dir(thing) if name[:1] != "_"])
 
 
 def names(shell: Any) -> list[str]:

@@ -12,11 +12,12 @@ import ast
 import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from IPython.core.error import UsageError
 
-__all__ = ["expand", "near", "split_line", "take_code", "value_of"]
+__all__ = ["expand", "in_a_folder", "near", "split_line", "take_code", "value_of"]
 
 _CODE = re.compile(r"guava\s*\d+\s*:", re.IGNORECASE)
 _MISSPELT = r"--[a-z][a-z-]{0,19}"
@@ -159,3 +160,15 @@ def _step(value: Any, step: str, whole: str) -> Any:
         return value[int(key)] if key.isdigit() else value[key]
     except (AttributeError, LookupError, TypeError) as error:
         raise UsageError(f"{whole}: {type(error).__name__}: {error}") from None
+
+
+def in_a_folder(text: str, option: str) -> Path:
+    """Return the path that a word names, which must lie in a folder that is there: a slip of the pen makes no new one.
+
+    Raises:
+        UsageError: there is no folder of this name.
+    """
+    path = Path(text).expanduser()
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {text}: there is no folder {path.parent}; make it, or name another one")
+    return path

@@ -16,7 +16,7 @@ from guava_nb.notebook import commands
 from guava_nb.notebook.completion import files, install_completion, loaders, names, remove_completion
 from guava_nb.notebook.display import choose_ui, say, show, show_png
 from guava_nb.notebook.doctor import doctor_report
-from guava_nb.notebook.formatters import ObjectViews
+from guava_nb.notebook.formatters import ObjectViews, of_the_user
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.join_code import hand_over, say_grant
 from guava_nb.notebook.line_options import Command
@@ -24,10 +24,15 @@ from guava_nb.notebook.notebook_session import NotebookSession
 from guava_nb.notebook.panel.blocking import Interrupted, follow_lines
 from guava_nb.notebook.panel.panel import Panel, make_panel
 from guava_nb.notebook.settings import add_settings, remove_settings, settings_of
-from guava_nb.render import View, energy_view, forecast_view
+from guava_nb.render import View, energy_view, forecast_view, runs_view
 from guava_nb.tunnels import tunnel_names
 
 __all__ = ["GuavaMagics", "load", "unload"]
+
+
+#: What to do where the time of a panel stands still: the page was closed, or loaded anew. The cell that trains blocks others.
+_OTHER_WAY = "if this time stands still: guava status --follow (or --web) in a terminal shows the run live"
+_AGAIN = "if this time stands still: run %guava_status --follow"
 
 
 def _command(command: Command) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -36,6 +41,7 @@ def _command(command: Command) -> Callable[[Callable[..., Any]], Callable[..., A
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: GuavaMagics, line: str, cell: str | None = None) -> Any:
+            __tracebackhide__ = True  # IPython leaves this frame out
             try:
                 args = command.parse(line, self.shell.user_ns)
                 if args is None:
@@ -45,6 +51,8 @@ def _command(command: Command) -> Callable[[Callable[..., Any]], Callable[..., A
                 raise  # it has its sentence
             except KeyboardInterrupt:
                 raise Interrupted(f"%{command.name} was cut short; %guava_status shows where things stand") from None
+            except Exception as error:
+                raise error.with_traceback(of_the_user(error.__traceback__))  # noqa: B904  it is the same error
 
         call.__doc__ = f"{command.help()}\n"
         return no_var_expand(call)
@@ -162,7 +170,7 @@ class GuavaMagics(Magics):
         """Train and return the run, or only show what it would send and receive, and return that."""
         if args.dry_run:
             return self._show_and_return(forecast_view, self.session.forecast(args))
-        run = self.session.train(args, self._panel())
+        run = self.session.train(args, self._panel(_OTHER_WAY))
         if not args.detach:
             self.objects.shown(run)
         return run
@@ -183,12 +191,30 @@ class GuavaMagics(Magics):
     @_command(commands.STATUS)
     def guava_status(self, args: argparse.Namespace) -> None:
         """Show everything there is, or follow the run that goes on."""
-        if args.follow and self.session.follow_run(self._panel()):
+        if args.follow and self.session.follow_run(self._panel(_AGAIN)):
             return
         views = self.session.views()
         if not views:
             say("Nothing here yet: %guava_up opens a session, %guava_worker CODE joins one.")
         self._show(*views)
+
+    @line_magic
+    @_command(commands.RUNS)
+    def guava_runs(self, args: argparse.Namespace) -> None:
+        """Compare runs."""
+        runs = self.session.runs.chosen(args)
+
+        def png() -> bytes:
+            from guava_nb.render.pictures import runs_png  # matplotlib takes a second
+
+            return runs_png(runs, settings_of(self.shell).smoothing)
+
+        said = self.session.runs.export(args, runs, png)
+        self._show(runs_view(runs))
+        if choose_ui(self.shell) not in ("text", "none") and settings_of(self.shell).picture:
+            show_png(png(), "losses of the runs")
+        if said:
+            say("\n".join(said))
 
     @line_magic
     @_command(commands.ENERGY)
@@ -197,7 +223,7 @@ class GuavaMagics(Magics):
         record = self.session.energy(args)
         self._show_and_return(energy_view, record)
         if record.curves and choose_ui(self.shell) not in ("text", "none"):
-            from guava_nb.notebook.panel.plots import watts_png  # matplotlib takes a second
+            from guava_nb.render.pictures import watts_png  # matplotlib takes a second
 
             show_png(watts_png(record.curves), "watts over seconds")
         return record
@@ -217,7 +243,9 @@ class GuavaMagics(Magics):
     def guava_save(self, args: argparse.Namespace) -> None:
         """Write a checkpoint."""
         path = self.session.save(args.path)
-        say(f"Saved {_size(path)} to {path}. Plain PyTorch reads it: torch.load({str(path)!r}, weights_only=True)")
+        say(
+            f"Saved {_size(path)} to {path}. Plain PyTorch reads it: torch.load({str(path)!r}, weights_only=True)['model']"
+        )
 
     @line_magic
     @_command(commands.RESUME)
@@ -243,12 +271,17 @@ class GuavaMagics(Magics):
         """Check this machine and the way to a session."""
         self._show(doctor_report(args, self.session.worker.ask_for_code))
 
+    def tell_end(self, result: Any = None) -> None:
+        """After each cell: say how a run that no cell shows has ended meanwhile."""
+        self.session.runs.tell_end()
+
     def close(self) -> None:
         """Close everything this notebook started; also called when the kernel ends."""
         self.session.close()
 
-    def _panel(self) -> Panel:
-        return make_panel(choose_ui(self.shell), picture=settings_of(self.shell).picture)
+    def _panel(self, hint: str = "") -> Panel:
+        settings = settings_of(self.shell)
+        return make_panel(choose_ui(self.shell), settings.picture, settings.smoothing, hint)
 
     def _show(self, *views: View) -> None:
         ui = choose_ui(self.shell)
@@ -280,12 +313,14 @@ def load(shell: Any) -> None:
             "<workers>": lambda begin: magics.session.worker_names(),
             "<cells>": lambda begin: magics.session.cells.names(),
             "<names>": lambda begin: names(shell),
+            "<runs>": lambda begin: magics.session.runs.names(),
             "<loaders>": lambda begin: loaders(shell),
             "<tunnels>": lambda begin: list(tunnel_names()),
             "<files>": files,
         },
     )
     allow_help_alone(shell)
+    shell.events.register("post_run_cell", magics.tell_end)
     atexit.register(magics.close)
 
 
@@ -296,6 +331,7 @@ def unload(shell: Any) -> None:
         return
     atexit.unregister(magics.close)
     magics.objects.forget()
+    shell.events.unregister("post_run_cell", magics.tell_end)
     remove_settings(shell)
     remove_completion(shell, commands.COMMANDS)
     forbid_help_alone(shell)

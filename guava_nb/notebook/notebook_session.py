@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +16,18 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from guava_nb.config import DistributedConfig
+from guava_nb.notebook.completion import complete_by_dir
 from guava_nb.notebook.display import ask_hidden, can_ask, choose_ui, say
-from guava_nb.notebook.host import detect_host
+from guava_nb.notebook.host import detect_host, is_loopback
 from guava_nb.notebook.join_code import NEW_ADDRESS, cell_to_paste, hand_over, reach_note
-from guava_nb.notebook.line_words import near
+from guava_nb.notebook.line_words import in_a_folder, near
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.mode import mode_arguments, mode_sentence
 from guava_nb.notebook.own_worker import OwnWorker
 from guava_nb.notebook.panel.blocking import interrupt_run, watch
 from guava_nb.notebook.panel.panel import Frame, Panel
 from guava_nb.notebook.px.remote_code import RemoteCode
+from guava_nb.notebook.results.runs import Runs
 from guava_nb.notebook.shared_cells import SharedCells
 from guava_nb.notebook.train import check_variable, training_arguments
 from guava_nb.notebook.up import (
@@ -48,6 +51,10 @@ _FLAGS = {
     "master_ip": "--host", "master_port": "--port", "num_workers": "--workers", "tls": "--no-tls",
     "compression": "--compression", "prefetch_bytes": "--prefetch-mb",
 }  # fmt: skip
+DETACHED = (
+    "Training goes on since {}: %guava_status --follow shows it live here, and how it ended; guava status --web does so in a "
+    "terminal, on a page of its own. %guava_stop ends it."
+)
 _NO_SESSION = "no session is open here: run %guava_up first"
 
 
@@ -78,6 +85,7 @@ class NotebookSession:
         self.worker = OwnWorker(shell, start_worker)
         self.cells = SharedCells(shell)
         self.code = RemoteCode(shell, self._need_session)
+        self.runs = Runs(self._need_session)
         self._orchestrator: Any = None
         self._settings: dict[str, Any] = {}
         self._local: LocalWorkers | None = None
@@ -221,17 +229,22 @@ class NotebookSession:
         orchestrator.register_model(args.model, args.model_args or {})
         tail, notices = WorkerLines(orchestrator), Notices(orchestrator)
         # Building the model may take long. Lines of text stay, so that there a mistake would be two.
-        if not args.detach and choose_ui(self._shell) not in ("text", "none"):
+        is_drawn = not args.detach and choose_ui(self._shell) not in ("text", "none")
+        if is_drawn:
             panel.update(lambda: (View("preparing", ""), ()))
         try:
             run = orchestrator.start_training(**{**arguments, "detach": True})
         except BaseException:
+            if is_drawn:  # "preparing" would stay above the error
+                panel.finish(lambda: (View("not started", ""), ()))
             panel.close()
             raise
+        complete_by_dir(type(run))
         if args.out is not None:
             names[args.out] = run
         if args.detach:
-            say("\n".join([*notices.latest(), "Training goes on; %guava_status shows it, %guava_stop ends it."]))
+            self.runs.leave_alone(run)
+            say("\n".join([*notices.latest(), DETACHED.format(time.strftime("%H:%M:%S"))]))
         else:
             self._follow(run, tail, notices, panel, new_code)
         return run
@@ -258,7 +271,8 @@ class NotebookSession:
 
     def predict(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Results of a prediction on a loader of the notebook."""
-        return predict(self._asked(args), args, self._shell.user_ns, panel, self._new_codes())
+        names, ui = self._shell.user_ns, choose_ui(self._shell)
+        return predict(self._asked(args), args, names, panel, self._new_codes(), ui)
 
     def energy(self, args: argparse.Namespace) -> Any:
         """Energy record of the newest run, also while it goes on.
@@ -275,7 +289,7 @@ class NotebookSession:
 
     def save(self, path: str) -> Path:
         """Write a checkpoint; returns where it lies."""
-        return Path(self._need_session().save_checkpoint(Path(path).expanduser()))
+        return Path(self._need_session().save_checkpoint(in_a_folder(path, "%guava_save")))
 
     def resume(self, args: argparse.Namespace) -> str:
         """Load a checkpoint; returns the sentence on it."""
@@ -294,7 +308,7 @@ class NotebookSession:
         known = self.worker_names()
         if worker is not None and worker not in known:
             listed = ", ".join(known) or "none has joined"
-            raise UsageError(f"no worker is called {worker}{near(worker, known)} Workers: {listed}")
+            raise UsageError(f"no worker is called {worker}{near(worker, known) or '.'} Workers: {listed}")
         return list(orchestrator.log(worker=worker, n=num_lines))
 
     def new_lines(self, worker: str | None) -> Callable[[], list[str]]:
@@ -412,13 +426,13 @@ class NotebookSession:
         return show
 
     def follow_run(self, panel: Panel) -> bool:
-        """Watch the run that goes on, until it ends or the cell is interrupted, which leaves the run alone.
+        """Watch the newest run until it has ended or the cell is interrupted, which leaves the run alone.
 
         Returns:
-            False where none goes on here.
+            False where there was none here.
         """
         run = self._orchestrator.run if self.is_open else None
-        if run is None or run.done:
+        if run is None:
             return False
         orchestrator, interrupted = self._orchestrator, threading.Event()
 
@@ -431,7 +445,9 @@ class NotebookSession:
             interrupted.set()
             return f"{run.run_id} goes on; %guava_stop ends it."
 
-        watch(lambda wait_s: interrupted.is_set() or run.wait(wait_s), frame, frame, panel, let_go)
+        watch(lambda wait_s: interrupted.is_set() or run.done or run.wait(wait_s), frame, frame, panel, let_go)
+        if run.done:
+            self.runs.leave_alone(None)
         return True
 
     def _follow(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from traitlets import Bool, Enum, Int
+from traitlets import Bool, Enum, Float, Int
 from traitlets.config import Configurable
+
+from guava_nb.render import SMOOTHING
 
 __all__ = ["UI_NAMES", "Guava", "add_settings", "remove_settings", "settings_of"]
 
@@ -20,7 +22,10 @@ class Guava(Configurable):
         "auto",
         help="how panels are drawn; auto: what GUAVA_UI says, else html in a notebook and text elsewhere",
     ).tag(config=True)
-    picture = Bool(True, help="draw the loss curve below the panel").tag(config=True)
+    picture = Bool(True, help="draw the charts of a run").tag(config=True)
+    smoothing = Float(
+        SMOOTHING, min=0.0, max=0.99, help="how much noisy lines of charts are smoothed: 0 not at all, 0.99 most"
+    ).tag(config=True)
     log_lines = Int(50, min=1, help="lines that %guava_log shows").tag(config=True)
 
 

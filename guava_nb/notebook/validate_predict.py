@@ -10,7 +10,9 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from guava_nb.notebook.display import say
+from guava_nb.notebook.line_words import in_a_folder
 from guava_nb.notebook.panel.panel import Panel
+from guava_nb.notebook.results.shown_classes import check_can_show, show_classes
 from guava_nb.notebook.train import check_variable, metrics_argument, resolve
 from guava_nb.render import Progress, View
 from guava_nb.render.values import show_float
@@ -44,7 +46,11 @@ def _predict_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
     """
     if args.resume and args.path is None:
         raise UsageError("%guava_predict: --resume goes on with what a folder holds, so it needs --path")
+    if args.show and (args.raw or args.step is not None):
+        raise UsageError("%guava_predict: --show compares classes, and --raw and --step give other outputs; keep one")
     check_variable(args.into, "--into")
+    if args.path is not None:
+        in_a_folder(args.path, "--path")
     given = {
         "top_k": args.top_k,
         "confidence_threshold": args.threshold,
@@ -75,22 +81,32 @@ def validate(
 
 
 def predict(
-    orchestrator: Any, args: argparse.Namespace, names: MutableMapping[str, Any], panel: Panel, look: Callable[[], None]
+    orchestrator: Any,
+    args: argparse.Namespace,
+    names: MutableMapping[str, Any],
+    panel: Panel,
+    look: Callable[[], None],
+    ui: str,
 ) -> Any:
     """Do what a line of %guava_predict asks; returns the results, and stores them where the line says.
 
     Args:
         look: as for `validate`.
+        ui: one of `display.UI_NAMES`, for what --show shows.
     """
     if args.generate:
         return _generate(orchestrator, args, names, panel, look)
     if given := [one for one in _OF_GENERATE if getattr(args, one) is not None]:
         raise UsageError(f"%guava_predict: --{given[0].replace('_', '-')} needs --generate")
     arguments = _predict_arguments(args, names)
+    if args.show:
+        check_can_show(arguments["loader"])
     with _progress_on(panel, "predicting", "predicted", look) as progress:
         found = orchestrator.predict(**arguments, progress=progress)
     if args.into is not None:
         names[args.into] = found
+    if args.show:
+        show_classes(arguments["loader"], found, ui)
     return found
 
 

@@ -25,6 +25,7 @@ from guava_nb.forecast.planned_run import (
 )
 from guava_nb.forecast.sync_choice import SyncChoice
 from guava_nb.orchestrator.left_state import LeftState
+from guava_nb.orchestrator.past_runs import PastRuns
 from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.protocol.messages import Factory
@@ -58,10 +59,11 @@ def job_for(
     return TrainingJob(replica_set, plan, cluster, lambda: sets.model_of(replica_set, newest()))
 
 
-def record(job: TrainingJob, diary: Diary, cluster: Cluster, left: LeftState) -> None:
-    """Have a diary say that a job's run begins, and at its end what it cost and what is left."""
+def record(job: TrainingJob, diary: Diary, cluster: Cluster, left: LeftState, past: PastRuns) -> None:
+    """Have a diary say that a job's run begins, and at its end what it cost and what is left; and `past` keep it."""
 
     def end() -> None:
+        past.add(job.run.status())
         left.run_ended(job.replica_set, cluster)
         note = left.note(cluster) or "the state of its last step is here, and save_checkpoint(path) keeps it"
         diary.add(f"{job.run.ending()}. What is left: {note}")

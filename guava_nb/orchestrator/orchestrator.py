@@ -32,6 +32,7 @@ from guava_nb.forecast.planned_run import PlannedRun, unchanged_randomness
 from guava_nb.orchestrator.generating import Generating
 from guava_nb.orchestrator.launch import budget_for, forecast_on, job_for, planned_run, record
 from guava_nb.orchestrator.model_registry import ModelRegistry
+from guava_nb.orchestrator.past_runs import PastRuns
 from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.orchestrator.sync_advice import SyncAdvice
@@ -63,6 +64,7 @@ class Orchestrator(Generating, SessionHost):
 
     Attributes:
         run: the newest run, None before the first.
+        past_runs: how the runs that have ended did.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -71,14 +73,13 @@ class Orchestrator(Generating, SessionHost):
     def __init__(self, config: DistributedConfig | None = None, **overrides: Any) -> None:
         """Check the settings; nothing is started before `open`."""
         super().__init__(config, **overrides)
-        self._given = self.config  # what a mode falls back to
-        self._set_by_mode: set[str] = set()
+        self._given, self._set_by_mode = self.config, set[str]()  # what a mode falls back to; what one set
         if ignored := self.config.without_effect():
             told = ", ".join(f"{name} ({other} takes its place)" if other else name for name, other in ignored.items())
             self._notices.add(f"accepted, without effect here: {told}; see help(DistributedConfig)")
         self.run: Run | None = None
-        self._tensor_plan: dict[str, str] = {}
-        self._models = ModelRegistry()
+        self.past_runs = PastRuns(lambda: self.run_path)
+        self._models, self._tensor_plan = ModelRegistry(), dict[str, str]()
         self._replica_sets = ReplicaSets(
             self._models, self._notices, self._open_cluster, lambda: self._patience_s, lambda: self.run_path
         )
@@ -216,7 +217,7 @@ class Orchestrator(Generating, SessionHost):
             self._sync_advice.tell(choice, replica_set, plan, composed, cluster)
             interrupts.check()
             job = job_for(cluster, replica_set, plan, self._replica_sets, lambda: self._job)
-            record(job, self.diary, cluster, self._replica_sets.left)
+            record(job, self.diary, cluster, self._replica_sets.left, self.past_runs)
             self.run, self._job = job.run, job
             self._replica_sets.launched(replica_set)
             if chosen.detach:

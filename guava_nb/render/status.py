@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
+from guava_nb.render.epochs import epoch_table
 from guava_nb.render.values import show_bytes, show_float, show_joules, show_rate, show_seconds, show_used
 from guava_nb.render.view import Curve, Progress, Table, View
-from guava_nb.render.workers import glance, is_there, traffic, worker_notes, workers_at_the_end
+from guava_nb.render.workers import by_name, glance, is_there, traffic, worker_notes, workers_at_the_end
 from guava_nb.status import RunStatus, Status, Validated, WorkerStatus
 
 __all__ = [
@@ -19,6 +21,8 @@ __all__ = [
     "waiting_view",
 ]
 
+#: Newest epochs that a table has while a run goes on, and at its end.
+_EPOCHS, _EPOCHS_AT_THE_END = 5, 30
 #: States of a run in which it works.
 _AT_WORK = ("preparing", "training", "validating", "stopping")
 
@@ -60,7 +64,8 @@ def session_view(status: Status) -> View:
     notes = (*doing, *status.notes, *((run.message,) if run is not None and run.message else ()))
     headline = f"{status.state} at {status.address}" if status.address else status.state
     there = _taking_part(status.workers, run is not None)
-    tables = (Table((), tuple(facts)), glance(there), traffic(there))
+    epochs = () if run is None else run.epochs[-_EPOCHS:]
+    tables = (Table((), tuple(facts)), epoch_table(epochs), glance(there), traffic(there))
     return View("session", headline, None, tables, (*worker_notes(there, notes), *notes))
 
 
@@ -78,7 +83,7 @@ def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequ
     )
     there = _taking_part(workers)
     title, headline, notes = _state(run, workers), _headline(run, workers), _notes(run, notices)
-    tables = (Table((), facts), glance(there))
+    tables = (Table((), facts), epoch_table(run.epochs[-_EPOCHS:]), glance(there))
     return View(title, headline, progress, tables, (*worker_notes(there, notes), *notes), _curve(run))
 
 
@@ -87,13 +92,13 @@ def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: 
     average = run.samples / run.elapsed_s if run.samples and run.elapsed_s else None
     facts: list[tuple[str, str]] = [
         ("steps", f"{_steps(run)}, {run.samples} samples"),
-        ("time", f"{show_seconds(run.elapsed_s)}, {show_rate(average, 'samples')}"),
+        ("time", f"{show_seconds(run.elapsed_s)}{_from_to(run)}, {show_rate(average, 'samples')}"),
         ("loss", _loss_path(run)),
     ]
     facts += [("validation", _validation(run.val[-1]))] if run.val else []
     facts += [("wire", _wire(run)), *_budget(run), *_path(run), *_batch(run), *_energy(run)]
     there = _taking_part(workers)
-    tables = (Table((), tuple(facts)), workers_at_the_end(there))
+    tables = (Table((), tuple(facts)), epoch_table(run.epochs[-_EPOCHS_AT_THE_END:]), workers_at_the_end(there))
     told = notices if run.state == "failed" else _notes(run, notices)  # the error itself comes after the summary
     notes = (*worker_notes(there, told), *told)
     return View(run.state, "", Progress(run.step, run.total_steps), tables, notes, _curve(run))
@@ -125,11 +130,20 @@ def program_view(state: str, name: str, elapsed_s: float, workers: Sequence[Work
     return View(state, f"{name}, {show_seconds(round(elapsed_s))}", None, (glance(there),), worker_notes(there, ()))
 
 
+def _from_to(run: RunStatus) -> str:
+    if run.began_at is None or run.ended_at is None:
+        return ""
+    began, ended = (time.strftime("%H:%M:%S", time.localtime(at)) for at in (run.began_at, run.ended_at))
+    return f" from {began} to {ended}"
+
+
 def _curve(run: RunStatus) -> Curve | None:
     """Two points make a line; fewer say no more than the number beside them."""
     if len(run.losses) < 2:
         return None
-    return Curve(run.losses, tuple((step, loss) for step, loss, *_ in run.val))
+    last = None if run.total_steps is None else run.steps_before + run.total_steps
+    val = tuple((step, loss) for step, loss, *_ in run.val)
+    return Curve(run.losses, val, run.scores, run.learning_rates, run.gradient_norms, last)
 
 
 def _notes(run: RunStatus, notices: Sequence[str]) -> tuple[str, ...]:
@@ -246,4 +260,4 @@ def _energy(run: RunStatus) -> list[tuple[str, str]]:
 
 def _taking_part(workers: Sequence[WorkerStatus], ran: bool = True) -> list[WorkerStatus]:
     """Without those that were gone before the run began; before any run, without those that left."""
-    return [w for w in workers if is_there(w) or (w.samples or w.out_bytes if ran else w.state == "lost")]
+    return by_name([w for w in workers if is_there(w) or (w.samples or w.out_bytes if ran else w.state == "lost")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from guava_nb.config.units import show_bytes as decimal_bytes
+from guava_nb.config.units import show_float as decimal_float
 
 __all__ = [
     "NOT_MEASURED",
@@ -98,13 +99,7 @@ def show_rate(per_s: float | None, what: str) -> str:
 
 def show_float(value: float | None, digits: int = 4) -> str:
     """A loss, an accuracy or a learning rate with `digits` significant digits, all before the point, and no exponent."""
-    if value is None:
-        return NOT_MEASURED
-    if not math.isfinite(value):
-        return f"{value:g}"
-    decimals = max(0, digits - 1 - int(f"{value:.{digits - 1}e}".partition("e")[2]))
-    text = f"{value:,.{decimals}f}"
-    return text.rstrip("0").rstrip(".") if decimals else text
+    return NOT_MEASURED if value is None else decimal_float(value, digits)
 
 
 def show_operations(count: float | None, per: str) -> str:

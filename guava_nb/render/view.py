@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from guava_nb.status import Points
+
 __all__ = ["Curve", "Progress", "Table", "View"]
 
 
@@ -40,10 +42,20 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What a picture shows where pictures can be shown: (step, loss) in training and in validation."""
+    """What charts show where pictures can be shown.
 
-    losses: tuple[tuple[int, float], ...]
-    val: tuple[tuple[int, float], ...] = ()
+    Attributes:
+        losses, val: in training and in validation.
+        scores: what validations measured beside the loss, by name.
+        last_step: of the whole run; None while nobody knows.
+    """
+
+    losses: Points
+    val: Points = ()
+    scores: tuple[tuple[str, Points], ...] = ()
+    learning_rates: Points = ()
+    gradient_norms: Points = ()
+    last_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

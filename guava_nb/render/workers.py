@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from guava_nb.render.values import (
     short_bytes,
@@ -21,7 +22,7 @@ from guava_nb.render.values import (
 from guava_nb.render.view import Table
 from guava_nb.status import WorkerStatus
 
-__all__ = ["device_words", "glance", "is_there", "traffic", "worker_notes", "workers_at_the_end"]
+__all__ = ["by_name", "device_words", "glance", "is_there", "traffic", "worker_notes", "workers_at_the_end"]
 
 #: What makers write into the names of their devices and nobody reads.
 _MARKS = re.compile(r"\((R|TM|C)\)|\b(Processor|CPU|NVIDIA|GeForce|\d+-Core)\b|@ ?[\d.]+ ?GHz", re.IGNORECASE)
@@ -36,6 +37,26 @@ Cell = Callable[[WorkerStatus], str]
 def is_there(worker: WorkerStatus) -> bool:
     """Whether it is here, or may come back to its place."""
     return worker.state not in _GONE
+
+
+def by_name(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:
+    """One worker for each name: one that was lost and came back is one, with what it did before and since."""
+    named: dict[str, WorkerStatus] = {}
+    for worker in workers:
+        before = named.get(worker.name)
+        if before is None:
+            named[worker.name] = worker
+            continue
+        now = before if is_there(before) and not is_there(worker) else worker
+        joules = [one.joules for one in (before, worker) if one.joules is not None]
+        named[worker.name] = replace(
+            now,
+            samples=before.samples + worker.samples,
+            out_bytes=before.out_bytes + worker.out_bytes,
+            in_bytes=before.in_bytes + worker.in_bytes,
+            joules=sum(joules) if joules else None,
+        )
+    return list(named.values())
 
 
 def device_words(device: str, name: str) -> str:

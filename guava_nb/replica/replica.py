@@ -27,7 +27,7 @@ from guava_nb.protocol.messages import ParameterChange, RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets, explained, pick
 from guava_nb.replica.buckets import BUFFERS, BucketWire, build_layout, message_format, pack_present, present_at
 from guava_nb.replica.buffers import BufferBook
-from guava_nb.replica.device_figures import DeviceFigures, norms
+from guava_nb.replica.device_figures import DeviceFigures, norms, square_sum
 from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
 from guava_nb.replica.model.build import begin_training, build_model, compile_modules, place_model
 from guava_nb.replica.model.forward_writes import ForwardWrites
@@ -233,10 +233,11 @@ class Replica(BaseReplica):
         solo: bool,
         gates: bool,
     ) -> LaunchedShard:
-        checked, sizes = self._checked() if solo else ([], None)
+        checked, sizes, square = _checked(self._named, self._buffers.moved_numbers()) if solo else ([], None, None)
         values, denominators = [loss.value for loss, _ in losses], _denominators(work, losses)
         factor = _true_mean(work, losses) if gates and len(losses) > 1 else 1.0
-        figures = DeviceFigures([*values, *denominators, factor, *([] if sizes is None else [sizes])], gates)
+        of_all = [] if sizes is None or square is None else [square, sizes]
+        figures = DeviceFigures([*values, *denominators, factor, *of_all], gates)
 
         def read() -> ShardResult:
             told = figures.read()
@@ -249,18 +250,14 @@ class Replica(BaseReplica):
             bad = (name for name, size in zip(checked, told[-1], strict=True) if not math.isfinite(size))
             nonfinite = next(bad, "") if finite and checked else ""
             forward_s, backward_s = clock.read()
+            # As before its scaling by rows / count, which one that gates has done already.
+            scaled = told[2 * len(values)][0] * count / work.rows if gates else 1.0 / self.loss_scale
             return ShardResult(
                 loss_sum, count, work.rows, finite and not nonfinite, forward_s, backward_s, nonfinite,
-                tokens=self._preprocessing.total(counts),
+                told[-2][0] * scaled**2 if of_all and finite else None, self._preprocessing.total(counts),
             )  # fmt: skip
 
         return LaunchedShard(read, factor, figures.bad)
-
-    def _checked(self) -> tuple[list[str], Tensor | None]:
-        """Return the names of all that must be finite for a lone worker's step, and a norm of each, `[names]`."""
-        gradients = {name: _values(p.grad) for name, p in self._named.items() if p.grad is not None}
-        found = {**gradients, **self._buffers.moved_numbers()}
-        return list(found), norms(found.values())
 
     # -------------------------------------------------------------------------------------------------- commit or abort
 
@@ -491,3 +488,13 @@ def _scale(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
 
 def _values(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
+
+
+def _checked(
+    named: Mapping[str, nn.Parameter], moved: Mapping[str, Tensor]
+) -> tuple[list[str], Tensor | None, Tensor | None]:
+    """Return what must be finite for a lone worker's step: names, a norm of each; and the gradient's squared norm."""
+    gradients = {name: _values(p.grad) for name, p in named.items() if p.grad is not None}
+    found = {**gradients, **moved}
+    sizes = norms(found.values())
+    return list(found), sizes, square_sum(list(gradients.values()), sizes)

@@ -61,7 +61,7 @@ class ShardResult:
         forward_s: seconds of forward.
         backward_s: seconds of backward, with handing over.
         nonfinite: for a lone worker or a group, the first parameter or buffer that is not finite.
-        gradient_square: for a group, this rank's share of the squared norm of the gradient.
+        gradient_square: for a group, this rank's share of the squared norm of the gradient; for a lone worker, all of it.
         tokens: as the user's function counted them; None where it is not asked.
         unlike: for a group, buffers that its replicas changed differently so far, with no rule or choice for it.
         changed: what the step's forwards changed of the trained parameters; None also for a lone worker.

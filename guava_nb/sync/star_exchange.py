@@ -145,6 +145,8 @@ class StarExchange(StepExchange[Replicas]):
         result = total.result(self._replicas.master.layout.bucket(bucket).present_bytes)
         if isinstance(total, BufferMerge):
             self._tell_unlike(in_flight.machine.step, total.unlike)
+        elif self._replicas.spec.rounds is None and not in_flight.machine.scaled:
+            in_flight.square = (in_flight.square or 0.0) + float(torch.linalg.vector_norm(result[1])) ** 2
         return result
 
     def _head_of(

@@ -52,6 +52,7 @@ class StepInFlight:
         batches: loader batches in this step.
         messages: of buckets whose messages go on to the others as they came: the sender and the message, by shard.
         changes: what the workers' own code changed of the parameters.
+        square: squared norm of the summed gradients so far; None: not known.
         frozen: by stage, the first worker that told which parameters take no gradient any more, and these.
     """
 
@@ -64,6 +65,7 @@ class StepInFlight:
     messages: dict[int, dict[int, tuple[int, memoryview]]] = field(default_factory=dict)
     changes: OwnChanges = field(default_factory=OwnChanges)
     frozen: dict[str, tuple[int, frozenset[str]]] = field(default_factory=dict)
+    square: float | None = None
 
     def add(self, bucket: int, shard: int, tensor: torch.Tensor, present: bytes) -> None:
         """Add a contribution to its bucket."""

@@ -241,10 +241,15 @@ class StepMachine:
 
     def _clip(self, scale: float) -> float:
         """The factor of torch's clip_grad_norm_, from the norm that all ranks' shares add up to."""
-        squares = [ready.gradient_square for ready in self._ready.values() if ready.gradient_square is not None]
-        if self.max_grad_norm is None or not squares or self._skip:
+        square = self.gradient_square()
+        if self.max_grad_norm is None or square is None or self._skip:
             return 1.0
-        return min(1.0, self.max_grad_norm / (math.sqrt(sum(squares)) * scale + 1e-6))
+        return min(1.0, self.max_grad_norm / (math.sqrt(square) * scale + 1e-6))
+
+    def gradient_square(self) -> float | None:
+        """Return the squared norm of the gradient before it is scaled, from the shares that were told; None: none was."""
+        squares = [ready.gradient_square for ready in self._ready.values() if ready.gradient_square is not None]
+        return sum(squares) if squares else None
 
     def _finish(self) -> list[Instruction]:
         self.decided = True

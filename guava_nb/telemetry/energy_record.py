@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from guava_nb.config.units import show_float
 from guava_nb.errors import ConfigError
 from guava_nb.telemetry.machine import RATES
 from guava_nb.telemetry.peak_flops import peak_flops
@@ -52,7 +53,7 @@ class EnergyRecord(Mapping[str, Any]):
     def __repr__(self) -> str:
         """One line."""
         joules = self["joules"]
-        total = "not measured" if joules is None else f"{joules:.4g} J"
+        total = "not measured" if joules is None else f"{show_float(joules)} J"
         count = len(self["workers"])
         workers = f"{count} worker{'' if count == 1 else 's'}"
         return f"EnergyRecord({self['run_id']}: {total}, {workers}, {self['samples']} samples)"

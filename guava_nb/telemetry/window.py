@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from guava_nb.config.units import show_float, show_time
 from guava_nb.protocol.messages import BoardEnergy, TaskEnergy
 from guava_nb.telemetry.sensor import NOT_MEASURED
 
@@ -91,6 +92,6 @@ class EnergyWindow:
         """One line, as measured or not."""
         if self.joules is None:
             why = "; ".join(reason for _, reason in self.unmeasured) or "no sensor here"
-            return f"EnergyWindow({self.name!r}: {self.seconds:.3g} s, {NOT_MEASURED} ({why}))"
+            return f"EnergyWindow({self.name!r}: {show_time(self.seconds)}, {NOT_MEASURED} ({why}))"
         marks = " (too short to say much)" if any(board.too_short for board in self.boards) else ""
-        return f"EnergyWindow({self.name!r}: {self.joules:.3g} J in {self.seconds:.3g} s{marks})"
+        return f"EnergyWindow({self.name!r}: {show_float(self.joules, 3)} J in {show_time(self.seconds)}{marks})"

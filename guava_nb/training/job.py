@@ -36,7 +36,7 @@ from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.byte_budget import Budget, BudgetSpent
 from guava_nb.training.first_step_check import FirstStepCheck
 from guava_nb.training.handed_out import HandedOut
-from guava_nb.training.logs.run_log import RunLogs
+from guava_nb.training.logs.run_log import RunLogs, told_settings
 from guava_nb.training.membership import Membership
 from guava_nb.training.plan import Position, TrainingPlan
 from guava_nb.training.recovery import Handover, Recovery
@@ -109,8 +109,7 @@ class TrainingJob(Job):
         self._stop_after, self._stop_deadline = 0, 0.0  # the step and the time after which an interrupt ends the run
         self.on_end: Callable[[], None] = lambda: None
         self.on_slow = lambda rank: window.adopt()
-        self._lost_in_callback: list[Exception] = []
-        self._in_epoch = False  # only there a hand-over unwinds: elsewhere the state is on its way here anyway
+        self._lost_in_callback, self._in_epoch = list[Exception](), False  # a hand-over unwinds only in an epoch
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
     def _new_run(self, model: Callable[[], torch.nn.Module]) -> Run:
@@ -131,9 +130,10 @@ class TrainingJob(Job):
             model=lambda: self._handed_out.note(model()) if self.is_current() else model(),
             budget=plan.budget,
             is_local=replica_set.spec.rounds is not None,
+            settings=told_settings(replica_set.run_id, replica_set.spec),
         )
-        steps = plan.steps_left(replica_set.step)
-        return Run(replica_set.run_id, mode_of(replica_set.spec), plan.num_epochs, steps, sources)
+        spec, steps_left = replica_set.spec, plan.steps_left(replica_set.step)
+        return Run(replica_set.run_id, mode_of(spec), plan.num_epochs, steps_left, sources)
 
     # ------------------------------------------------------------------------------------------------ from any thread
 

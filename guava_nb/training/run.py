@@ -12,18 +12,16 @@ from typing import Any
 import torch
 
 from guava_nb.cluster.group_path import Route
-from guava_nb.config.units import show_bytes
+from guava_nb.config.units import show_bytes, show_float
 from guava_nb.errors import ClusterError
 from guava_nb.status import RunStatus, WireBytes
 from guava_nb.telemetry.energy_record import EnergyRecord, energy_record
 from guava_nb.telemetry.run_energy import RunEnergy
 from guava_nb.telemetry.waits import Feeding
 from guava_nb.training.byte_budget import Budget
+from guava_nb.training.logs.figures import curves
 
-__all__ = ["Run", "RunSources", "thin"]
-
-#: Points of the loss curve in a status; enough for any screen.
-CURVE_POINTS = 500
+__all__ = ["Run", "RunSources"]
 
 
 def _nothing_fed() -> Feeding:
@@ -46,6 +44,7 @@ class RunSources:
         interrupt: stops the run after the current step; the second time at once.
         model: the model with the weights of the last committed step.
         budget: most bytes that the run may take, and those that it took; None without.
+        settings: what a table of runs shows of it.
         kept: how many entries of the history would be left if the workers vanished now; None: nothing would be lost.
     """
 
@@ -61,6 +60,7 @@ class RunSources:
     model: Callable[[], torch.nn.Module] | None = None
     budget: Budget | None = None
     is_local: bool = False
+    settings: tuple[tuple[str, str], ...] = ()
     kept: Callable[[], int | None] = lambda: None
 
     def frozen(self) -> RunSources:
@@ -85,7 +85,8 @@ class Run:
     Attributes:
         run_id: short name, unique in the session.
         history: one dict per committed step: step, epoch, loss, count, samples, tokens (None: not counted), learning_rate,
-            seconds. With local sync one per round: step is its last one, round its number, steps how many it had.
+            gradient_norm
+            (None: not known), seconds. With local sync one per round: step is its last one, round its number, steps how many.
         validations: one dict per validation: step, loss, accuracy, samples.
         epochs: one dict per epoch that was ended: step, epoch, loss, samples, seconds.
         wire: bytes by kind so far.
@@ -118,7 +119,7 @@ class Run:
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._started = time.monotonic()
+        self._started, self._began_at = time.monotonic(), time.time()
         self._wall_s: float | None = None
         self._thread: int | None = None
 
@@ -222,7 +223,6 @@ class Run:
             samples = sum(record["samples"] for record in history)
             recent = history[-20:]
             span = recent[-1]["seconds"] - recent[0]["seconds"] if len(recent) > 1 else 0.0
-            last = history[-1] if history else None
             loaded = self.feeding().loaded
             kept = self._sources.kept()
             at_risk = (None, None) if kept is None else self._since(kept)
@@ -237,12 +237,7 @@ class Run:
                 samples=samples,
                 elapsed_s=elapsed,
                 samples_per_s=sum(r["samples"] for r in recent[1:]) / span if span > 0 else None,
-                loss=last["loss"] if last else None,
-                losses=tuple((r["step"], r["loss"]) for r in thin(history)),
-                val=tuple((v["step"], v["loss"], v["accuracy"], v.get("perplexity")) for v in self.validations),
-                learning_rate=next(
-                    (r["learning_rate"] for r in reversed(recent) if r["learning_rate"] is not None), None
-                ),
+                **curves(history, self.validations, self.epochs, lambda: self.energy),
                 message=self._message,
                 waits_s=None if self._waits_until is None else max(0.0, self._waits_until - time.monotonic()),
                 wire=self.wire,
@@ -256,6 +251,9 @@ class Run:
                 rounds=len(history) if self._sources.is_local else 0,
                 steps_before=history[0]["step"] - history[0].get("steps", 1) if history else 0,
                 budget_bytes=0 if self.budget is None else self.budget.limit.limit_bytes,
+                settings=self._sources.settings,
+                began_at=self._began_at,
+                ended_at=None if self._wall_s is None else self._began_at + self._wall_s,
             )
 
     def report(self) -> dict[str, Any]:
@@ -294,7 +292,7 @@ class Run:
     def ending(self) -> str:
         """Say how it ended, and what it cost, in a sentence."""
         wire, steps = self.wire, sum(record.get("steps", 1) for record in self.history)
-        loss = f", loss {self.history[-1]['loss']:.4g}" if self.history else ""
+        loss = f", loss {show_float(self.history[-1]['loss'])}" if self.history else ""
         why = f" ({self._message})" if self._message else ""
         return (
             f"{self.run_id} ended: {self._state}{why}, {steps} steps in {self.elapsed_s():.0f} s{loss}, "
@@ -306,9 +304,13 @@ class Run:
         """Return the seconds that it takes so far, or took."""
         return self._wall_s if self._wall_s is not None else time.monotonic() - self._started
 
+    def __dir__(self) -> list[str]:
+        """Return what is for the user, which is what tab offers."""
+        return [name for name in super().__dir__() if name not in _FOR_THE_JOB]
+
     def __repr__(self) -> str:
         """One line: what and how far."""
-        last = f", loss {self.history[-1]['loss']:.4g}" if self.history else ""
+        last = f", loss {show_float(self.history[-1]['loss'])}" if self.history else ""
         return (
             f"Run({self.run_id}: {self._state}, epoch {self._epoch}/{self.num_epochs}, step {len(self.history)}{last})"
         )
@@ -399,6 +401,24 @@ class Run:
         self._ended.set()
 
 
+#: Of a run's handle: what the job calls, and no user.
+_FOR_THE_JOB = frozenset(
+    (
+        "feeding",
+        "begin",
+        "move",
+        "begin_epoch",
+        "add_step",
+        "add_validation",
+        "add_epoch",
+        "follow",
+        "since",
+        "rewind",
+        "end",
+    )
+)
+
+
 def _tokens(history: list[dict[str, Any]]) -> float | None:
     """Tokens of all committed steps; None when they are not counted."""
     known = [record["tokens"] for record in history if record.get("tokens") is not None]
@@ -407,15 +427,6 @@ def _tokens(history: list[dict[str, Any]]) -> float | None:
 
 def _path_text(route: Route | None) -> str:
     return "" if route is None else f"{route.path} ({route.backend}): {route.reason}"
-
-
-def thin(records: list[dict[str, Any]], most: int = CURVE_POINTS) -> list[dict[str, Any]]:
-    """Return at most about `most` records, evenly spaced, the last one always among them."""
-    if len(records) <= most:
-        return list(records)
-    stride = -(-len(records) // most)
-    kept = records[::stride]
-    return kept if kept[-1] is records[-1] else [*kept, records[-1]]
 
 
 def _step_seconds(history: list[dict[str, Any]]) -> dict[str, float | None]:

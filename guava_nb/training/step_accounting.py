@@ -99,9 +99,10 @@ class StepAccounting:
             "tokens": machine.tokens(),
             "skipped": commit.skip,
             "learning_rate": self._replica_set.learning_rate(machine.step),
+            "gradient_norm": _gradient_norm(step, commit),
         }
         if self._replica_set.spec.rounds is not None:
-            record |= {"round": machine.step + 1, "steps": machine.num_steps}
+            record |= {"round": machine.step + 1, "steps": machine.num_steps, "gradient_norm": None}
         self._run.add_step(record)
         if steps // self._plan.log_step_every > before // self._plan.log_step_every:
             log.info("%s: step %d, epoch %d, loss %.6g", self._run.run_id, steps, step.epoch + 1, record["loss"])
@@ -224,3 +225,10 @@ class StepAccounting:
         if not done:
             self._ledger.withdraw_uncommitted()
         self._run.lost_samples, self._run.duplicated_samples = self._ledger.balance()
+
+
+def _gradient_norm(step: StepInFlight, commit: Commit) -> float | None:
+    """Of the step's mean gradient, before it was clipped; None where it is known to nobody here."""
+    square = step.machine.gradient_square() if step.square is None else step.square
+    norm = math.inf if square is None else math.sqrt(square) * commit.scale
+    return None if commit.skip or not math.isfinite(norm) else norm

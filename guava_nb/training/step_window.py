@@ -130,8 +130,12 @@ class StepWindow:
     def issue(self, epoch: int, batches: Sequence[LoadedBatch], team: tuple[int, ...]) -> int:
         """Send a step to these members; returns its number."""
         weights, self._issued = self._weights(team), True
+        parallel = self._membership.replica_set.spec.parallel
+        cuts = (
+            parallel is None or parallel.pp * parallel.tp == 1
+        )  # else ranks that see the same samples would have "shares"
         for rank, weight in zip(team, weights, strict=True):
-            self._membership.cluster.roster.members[rank].share = weight / sum(weights)
+            self._membership.cluster.roster.members[rank].share = weight / sum(weights) if cuts else None
         return self.exchange.issue(epoch, batches, team, weights, self._splitter).machine.step
 
     def issued_steps(self, committed: int) -> int:

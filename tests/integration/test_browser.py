@@ -5,7 +5,10 @@ Pictures of what was seen are kept in the folder that GUAVA_ARTEFACTS names.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.browser import Lab, browser_page, jupyter_lab, needs_a_browser
-from tests.support.processes import eventually
+from tests.support.browser import Lab, browser_page, jupyter_lab, needs_a_browser, pictures
+from tests.support.processes import ROOT, eventually
 from tests.support.warm import without_servers
 
 pytestmark = [pytest.mark.timeout(240)]
@@ -38,11 +41,17 @@ train = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
 test = DataLoader(TensorDataset(x_test, y_test), batch_size=120)"""
 TRAIN = "%guava_train --model Net --loss CrossEntropyLoss --data train --val test --epochs {} --lr 0.003"
 #: Numbers of the cells of the orchestrator's notebook.
-LOAD, UP, SHARE, LOADERS, LONG, STATUS, SHORT, ENERGY, PLAIN, TEXT, TEXT_STATUS, DOWN = range(12)
+LOAD, UP, SHARE, LOADERS, LONG, STATUS, SHORT, ENERGY, RUNS, SHOW, DETACHED, FOLLOW, PLAIN, TEXT, TEXT_STATUS, DOWN = (
+    range(16)
+)
 CELLS = [
     "%load_ext guava_nb", "%guava_up --local 2 --workers 3", MODEL, DATA, TRAIN.format(2000), "%guava_status",
-    TRAIN.format(3), "%guava_energy", "%env GUAVA_UI=text", TRAIN.format(3), "%guava_status", "%guava_down",
+    TRAIN.format(3), "%guava_energy", "%guava_runs --csv runs.csv --png runs.png", "%guava_predict --data test --show",
+    TRAIN.format(3) + " --detach", "%guava_status --follow", "%env GUAVA_UI=text", TRAIN.format(3), "%guava_status",
+    "%guava_down",
 ]  # fmt: skip
+#: Where its kernel keeps sessions: `guava status` here finds no other test's.
+STATE = ".state"
 #: And of the worker's notebook.
 WORKER_LOAD, WORKER = range(2)
 
@@ -68,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    with jupyter_lab(folder) as address:
+    with jupyter_lab(folder, XDG_STATE_HOME=str(folder / STATE)) as address:
         yield address
 
 
@@ -125,6 +134,49 @@ def both_themes(lab: Lab, name: str, number: int) -> None:
     lab.shot(f"{name}-light", number)
 
 
+def look_at_the_page_outside(lab: Lab, folder: Path) -> None:
+    """`guava status --web` shows the same run live, on a page of its own, that tells when nobody serves it any more."""
+    words = [sys.executable, "-m", "guava_nb", "status", "--web"]
+    env = {**os.environ, "XDG_STATE_HOME": str(folder / STATE), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        try:
+            found = re.search(r"http://127.0.0.1:\S+", served.stdout.readline())
+            assert found is not None
+            page, errors = lab.page.context.new_page(), []
+            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+            page.goto(found[0])
+            for width, scheme in ((1280, "light"), (1280, "dark"), (500, "light"), (500, "dark")):
+                page.set_viewport_size({"width": width, "height": 1000})
+                page.emulate_media(color_scheme=scheme)
+                page.screenshot(path=str(pictures() / f"web-{width}-{scheme}.png"))
+            before = page.inner_text("#panel")
+            eventually(lambda: page.inner_text("#panel") != before, 30, "the page is live")
+            assert "training" in before and page.locator("svg").count() == 4 and "guava1:" not in page.content()
+            assert errors == [] and page.evaluate("document.body.scrollWidth <= window.innerWidth")
+        finally:
+            served.terminate()
+    eventually(lambda: "does not answer" in page.inner_text("#lost"), 30, "it says so when nobody serves it")
+    page.close()
+
+
+def look_at_what_came_of_it(lab: Lab, folder: Path) -> None:
+    """Runs beside each other, classes beside predictions, and a run that was started to go on by itself."""
+    for number, words in ((RUNS, "Written to runs.png"), (SHOW, "of 360 right"), (DETACHED, "Training goes on since")):
+        lab.run_cell(number)
+        lab.wait_output(number, words, 60)
+    assert (lab.count(RUNS, "img"), lab.count(SHOW, "img")) == (1, 1)
+    assert len((folder / "runs.csv").read_text().splitlines()) > 100
+    assert (folder / "runs.png").read_bytes().startswith(b"\x89PNG")
+    lab.run_cell(FOLLOW)
+    shown = lab.wait_output(FOLLOW, "done", 60)
+    assert re.search(r"from \d\d:\d\d:\d\d to \d\d:\d\d:\d\d", shown) and "as of" in shown
+    for width in (500, 1280):
+        lab.resize(width)
+        both_themes(lab, f"runs-{width}", RUNS)
+        lab.shot(f"classes-{width}", SHOW)
+
+
 def test_the_cell_to_paste_is_shown_while_workers_are_missing_and_then_no_more(lab: Lab, other: Lab) -> None:
     lab.run_cell(LONG)
     shown = lab.wait_output(LONG, "2 of 3 workers are here", 60)
@@ -149,17 +201,23 @@ def test_a_worker_s_own_notebook_shows_its_work_its_device_and_its_link(lab: Lab
     assert code_of(lab) not in other.output(WORKER) and other.errors == []
 
 
-def test_the_panel_moves_survives_a_reload_and_the_button_stops_the_run(lab: Lab, other: Lab) -> None:
+def test_the_panel_moves_survives_a_reload_and_the_button_stops_the_run(lab: Lab, other: Lab, folder: Path) -> None:
     first = eventually(lambda: max(0, step_of(lab, LONG)), 30, "the first step")
     eventually(lambda: step_of(lab, LONG) > first + 20, 30, "the panel moves")
-    eventually(lambda: lab.has_picture(LONG), 30, "the curve appears")
-    eventually(lambda: "busy" in lab.output(LONG) and "val loss" in lab.output(LONG), 30, "all that it shows")
-    both_themes(lab, "training", LONG)
-    heights = {lab.height_of_picture(LONG) for _ in range(20)}
-    assert heights == {240}, "the page would jump"
+    eventually(lambda: lab.count(LONG, "svg") == 4, 30, "the charts of loss, accuracy, learning rate, gradient norm")
+    shows = ("busy", "val loss", "learning rate", "epoch 7/")  # from then on the table of epochs has all its rows
+    eventually(lambda: all(words in lab.output(LONG) for words in shows), 60, "all that it shows")
+    for width in (500, 1280):
+        lab.resize(width)
+        both_themes(lab, f"training-{width}", LONG)
+        sizes = {lab.size_of_output(LONG) for _ in range(20)}
+        assert len(sizes) == 1 and sizes.pop()[1] <= 0, "the page would jump, or be wider than its room"
     lab.save()
     lab.reload()
-    assert re.search("(training|validating) epoch", lab.output(LONG))  # what was saved last stays to be seen
+    shown = lab.output(LONG)  # what was saved last stays to be seen
+    assert re.search("(training|validating) epoch", shown) and lab.count(LONG, "svg") == 4
+    assert re.search(r"as of \d\d:\d\d:\d\d; if this time stands still: guava status --follow", shown)
+    look_at_the_page_outside(lab, folder)
     lab.interrupt()
     lab.run_cell(STATUS)  # behind the training cell: it runs when that has ended
     shown = lab.wait_output(STATUS, "session", 60)
@@ -188,21 +246,26 @@ def test_a_finished_run_leaves_plain_html_and_a_small_file(lab: Lab, other: Lab,
     lab.run_cell(ENERGY)
     lab.wait_output(ENERGY, "time by phase", 30)
     both_themes(lab, "finished", SHORT)
+    assert (lab.count(SHORT, "svg"), lab.count(SHORT, "img")) == (0, 1)
     lab.shot("energy", ENERGY)
+    lab.save()
+    path = folder / "main.ipynb"
+    assert path.stat().st_size < 300_000
+    look_at_what_came_of_it(lab, folder)
     for number in (PLAIN, TEXT, TEXT_STATUS):
         lab.run_cell(number)
     lab.wait_output(TEXT, "done", 60)
     lab.wait_output(TEXT_STATUS, "session", 30)
     lab.shot("plain-text", TEXT)
     lab.save()
-    path = folder / "main.ipynb"
-    assert path.stat().st_size < 300_000
+    assert path.stat().st_size < 400_000, "with three pictures more"
     text = path.read_text()
     from nbconvert import HTMLExporter
 
     page, _ = HTMLExporter().from_filename(str(path))
     assert "data:image/png;base64" in page and "time by phase" in page
     assert "widget-view" not in text.split('"execution_count"', SHORT + 1)[SHORT]
+    assert "Traceback" not in text and "stands still" not in text, "what is stored is how each cell ended"
     assert text.count(code_of(lab)) == text.split('"execution_count"')[UP + 1].count(code_of(lab)) > 0
     assert lab.errors == []
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.run import Run
 from tests.support.direct import DirectWorker, make_cluster
-from tests.support.training import difference, job_for, loader, losses_of, plain, plan_for, spec
+from tests.support.training import difference, job_for, loader, losses_of, plain, plan_for, replica, spec
 
 
 @pytest.fixture
@@ -147,3 +148,18 @@ def test_batch_statistics_are_the_same_on_every_worker(cluster: Cluster) -> None
     model = run.model()
     assert int(model.norm.num_batches_tracked) == len(run.history)
     assert job.run.generations == 1  # the hashes compared every 3 steps, buffers included, agreed
+
+
+@pytest.mark.parametrize("site", ["workers", "orchestrator"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_gradient_norm_of_each_step_is_that_of_plain_pytorch(cluster: Cluster, workers: int, site: str) -> None:
+    run_spec = spec(
+        optimizer=Factory("SGD", {"lr": 0.1}),
+        criterion=Factory("CrossEntropyLoss", {"ignore_index": 1}),  # so that the count is not the number of rows
+        optimizer_site=site,
+    )
+    _, run = train(cluster, workers, run_spec, loader(), epochs=1)
+    states = [replica(run_spec).model, *(plain(run_spec, loader(), 1, limit=k + 1)[0] for k in range(4))]
+    flat = [torch.nn.utils.parameters_to_vector(model.parameters()) for model in states]
+    norms = [float((after - before).norm().detach()) / 0.1 for before, after in zip(flat, flat[1:], strict=False)]
+    assert [record["gradient_norm"] for record in run.history] == pytest.approx(norms, rel=1e-9)

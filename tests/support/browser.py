@@ -96,6 +96,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait(10)
 
 
+def pictures() -> Path:
+    """The folder where pictures of what was seen are kept."""
+    folder = Path(os.environ.get("GUAVA_ARTEFACTS") or Path(tempfile.gettempdir()) / "guava_nb-pictures")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 class Lab:
     """A page with one notebook open.
 
@@ -177,15 +184,22 @@ class Lab:
         text = self.output(number)
         return text if words in text else ""
 
-    def has_picture(self, number: int) -> bool:
-        """Whether a picture stands below a cell."""
-        return bool(self._cell(number).locator(".jp-Cell-outputArea img").count())
+    def count(self, number: int, kind: str) -> int:
+        """How many elements of a kind stand below a cell: "svg", "img"."""
+        return int(self._cell(number).locator(f".jp-OutputArea-output {kind}").count())
 
-    def height_of_picture(self, number: int) -> int:
-        """Pixels that the picture below a cell takes a moment from now, also while its next one is being loaded."""
-        self.page.wait_for_timeout(50)
-        script = "cell => [...cell.querySelectorAll('.jp-Cell-outputArea img')].pop().getBoundingClientRect().height"
-        return round(float(self._cell(number).evaluate(script)))
+    def size_of_output(self, number: int) -> tuple[int, int]:
+        """Pixels that what stands below a cell takes a moment from now: height, and how far it is wider than its room."""
+        self.page.wait_for_timeout(100)
+        script = """cell => { const area = cell.querySelector('.jp-Cell-outputArea');
+            return [area.getBoundingClientRect().height, area.scrollWidth - area.clientWidth]; }"""
+        height, too_wide = self._cell(number).evaluate(script)
+        return round(height), round(too_wide)
+
+    def resize(self, width: int) -> None:
+        """Make the page so many pixels wide."""
+        self.page.set_viewport_size({"width": width, "height": 1000})
+        self.page.wait_for_timeout(500)  # Lab lays its panels out anew
 
     def marks_all_of(self, number: int, kind: str, words: str) -> bool:
         """Whether one click into an element of a cell's output marks the whole of it, for copying."""
@@ -219,9 +233,7 @@ class Lab:
         """Keep a picture of the notebook as it looks now, with a cell at its top; returns where it lies."""
         self._cell(number).evaluate("cell => cell.scrollIntoView(true)")
         self.page.mouse.move(0, 0)  # a row under it has another colour
-        folder = Path(os.environ.get("GUAVA_ARTEFACTS") or Path(tempfile.gettempdir()) / "guava_nb-pictures")
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{name}.png"
+        path = pictures() / f"{name}.png"
         self.page.screenshot(path=str(path))
         return path
 

@@ -15,6 +15,7 @@ from guava_nb.cluster.traffic import Traffic
 from guava_nb.config import DistributedConfig, check_plan, mode_settings
 from guava_nb.errors import GuavaError, RendezvousTimeout, SourceError
 from guava_nb.forecast.forecast import Forecast
+from guava_nb.orchestrator.past_runs import PastRuns
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.status import OwnFigures, RunStatus, Status, WorkerStatus
 from tests.support.energy import record
@@ -112,6 +113,7 @@ class FakeOrchestrator:
     config: DistributedConfig = field(default_factory=DistributedConfig)
     results: Any = None
     code: str = SECRET_CODE
+    past_runs: PastRuns = field(default_factory=lambda: PastRuns(lambda: None))
     waiting: Callable[[], None] = lambda: None  # noqa: E731 - what happens while a call waits
 
     @property

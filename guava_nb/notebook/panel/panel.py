@@ -13,7 +13,7 @@ from typing import Protocol
 
 from guava_nb.notebook.display import say
 from guava_nb.notebook.panel.surfaces import DisplaySurface, LineSurface, TextSurface
-from guava_nb.render import View
+from guava_nb.render import SMOOTHING, View
 
 __all__ = ["Frame", "Panel", "Surface", "make_panel"]
 
@@ -89,13 +89,13 @@ class Panel:
         return None
 
 
-def make_panel(ui: str, picture: bool = True) -> Panel:
-    """The panel for one of `display.UI_NAMES`; `picture`: with the curve, where pictures can be shown."""
+def make_panel(ui: str, picture: bool = True, smoothing: float = SMOOTHING, hint: str = "") -> Panel:
+    """The panel for one of `display.UI_NAMES`; see `DisplaySurface` for what pages that show pictures do."""
     if ui == "none":
         return Panel(None)
     if ui == "text":
         return Panel(TextSurface() if _is_terminal() else LineSurface())
-    return Panel(DisplaySurface(widget=ui == "widget", picture=picture))
+    return Panel(DisplaySurface(ui == "widget", picture, smoothing, hint))
 
 
 def _is_terminal() -> bool:

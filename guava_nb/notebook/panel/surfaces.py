@@ -16,14 +16,19 @@ from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakSet
 
-from IPython.display import DisplayHandle
+from IPython.display import DisplayHandle, display
 from tqdm import tqdm
 
 from guava_nb.notebook.display import say
-from guava_nb.notebook.panel.loss_curve import LossCurve, close_widget
-from guava_nb.render import View, redact, to_html, to_text
+from guava_nb.notebook.panel.steady import Steady
+from guava_nb.render import SMOOTHING, Charts, Curve, View, redact, to_html, to_text
 
-__all__ = ["DisplaySurface", "LineSurface", "TextSurface"]
+__all__ = ["DisplaySurface", "LineSurface", "TextSurface", "show_charts"]
+
+Clock = Callable[[], float]
+
+#: Seconds after which a state that did not change is sent again with its new time: one that stands still is then an old one.
+ALIVE_S = 5.0
 
 #: Lines of workers' output that one drawing adds at most; the rest is counted and stays in %guava_log.
 MAX_NEW_LINES = 20
@@ -94,8 +99,8 @@ class LineSurface:
 
     interval_s = 0.5
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock = time.monotonic, wall: Clock = time.time) -> None:
+        self._clock, self._wall = clock, wall
         self._due_s = float("-inf")
         self._pause_s = FIRST_PAUSE_S
         self._last = ""
@@ -106,7 +111,7 @@ class LineSurface:
         new = [*_capped(lines), *self._news.of(view)]
         text = ": ".join(part for part in (view.title, view.headline) if part)
         if text != self._last and self._clock() >= self._due_s:
-            new.append(text)
+            new.append(f"{_time_of_day(self._wall())} {text}")
             self._last, self._due_s = text, self._clock() + self._pause_s
             self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * PAUSE_GROWTH)
         if new:  # in one piece: each call is a message to the page
@@ -138,49 +143,65 @@ class _News:
 
 
 class DisplaySurface:
-    """One display output, changed in place; carries widget view, HTML and text together."""
+    """One display output, changed in place; carries widget view, HTML and text together. At the end the charts become a picture.
 
-    def __init__(self, widget: bool, picture: bool = True) -> None:
-        """Try ipywidgets if `widget`; else, and where they are missing, the output itself is replaced."""
-        self._draws_curve = picture
-        self.interval_s = 0.34  # with a picture a second: at most four messages a second
-        self._picture = LossCurve(widget)
-        self._want_widget = widget
+    Args:
+        widget: try ipywidgets; else, and where they are missing, the output itself is replaced.
+        picture: with charts.
+        smoothing: of noisy lines, 0 to below 1.
+        hint: what to do where what is shown stands still.
+    """
+
+    interval_s = 0.34
+
+    def __init__(
+        self, widget: bool, picture: bool = True, smoothing: float = SMOOTHING, hint: str = "", clock: Clock = time.time
+    ) -> None:
+        """Show nothing yet."""
+        self._draws_charts, self._want_widget, self._hint, self._clock = picture, widget, hint, clock
+        self._charts, self._steady = Charts(smoothing), Steady()
         self._widget: Any = None
         self._handle: DisplayHandle | None = None
         self._lines: deque[str] = deque(maxlen=12)
-        self._html = ""
+        self._html, self._sent_at = "", 0.0
 
     def draw(self, view: View, lines: Sequence[str]) -> None:
-        """Change the shown state, if it differs."""
+        """Change the shown state, if it differs; now and then its time alone."""
         self._lines.extend(_capped(lines))
-        html = to_html(view, tuple(self._lines))
+        html = self._html_of(self._steady.of(view))
+        if html == self._html and self._clock() - self._sent_at < ALIVE_S:
+            return
+        as_of = f"as of {_time_of_day(self._clock())}" + (f"; {self._hint}" if self._hint else "")
+        frame = self._html_of(self._steady.of(view), as_of), f"{to_text(view)}\n{as_of}"
         if self._handle is None:
-            self._open(html, to_text(view))
-        elif html != self._html:
-            self._change(html, to_text(view))
-        self._html = html
-        if self._draws_curve:
-            self._picture.draw(view.curve)
+            self._open(*frame)
+        else:
+            self._change(*frame)
+        self._html, self._sent_at = html, self._clock()
 
     def finish(self, view: View, lines: Sequence[str]) -> None:
-        """Replace whatever lives by static HTML and text."""
+        """Replace whatever lives by static HTML and text, and a picture of the charts."""
         self._lines.extend(_capped(lines))
-        html, text = to_html(view, tuple(self._lines)), "\n".join([*self._lines, to_text(view)])
+        as_of = f"as of {_time_of_day(self._clock())}"
+        html = to_html(view, tuple(self._lines), as_of, with_charts=False)
+        text = "\n".join([*self._lines, to_text(view), as_of])
         if self._handle is None:
             self._handle = DisplayHandle()
             self._handle.display(cast(Any, _bundle(html, text)), raw=True)
         else:
             self._handle.update(cast(Any, _bundle(html, text)), raw=True)
-        if self._draws_curve:
-            self._picture.finish(view.curve)
+        if self._draws_charts and view.curve is not None:
+            show_charts(view.curve, self._charts.smoothing)
 
     def close(self) -> None:
-        """Close the widgets' models, so that the notebook file keeps none."""
+        """Close the widget's models, so that the notebook file keeps none."""
         widget, self._widget = self._widget, None
-        self._picture.close()
-        if widget is not None:
-            close_widget(widget)
+        for model in () if widget is None else (widget, widget.layout, getattr(widget, "style", None)):
+            if model is not None:  # closing the widget would leave its parts
+                model.close()
+
+    def _html_of(self, view: View, as_of: str = "") -> str:
+        return to_html(view, tuple(self._lines), as_of, self._charts, self._draws_charts)
 
     def _open(self, html: str, text: str) -> None:
         self._widget = _html_widget(html) if self._want_widget else None
@@ -196,6 +217,19 @@ class DisplaySurface:
             self._widget.value = html
         elif self._handle is not None:
             self._handle.update(cast(Any, _bundle(html, text)), raw=True)
+
+
+def show_charts(curve: Curve, smoothing: float) -> None:
+    """Display the charts of a run as a picture that stays; its size travels with it, so that a page keeps the room."""
+    from guava_nb.render.pictures import HEIGHT_PX, WIDTH_PX, curve_png  # matplotlib takes a second to load, once
+
+    bundle = {"image/png": curve_png(curve, smoothing), "text/plain": "charts of the run"}
+    size = {"image/png": {"width": WIDTH_PX, "height": HEIGHT_PX}}
+    display(cast(Any, bundle), raw=True, metadata=size)
+
+
+def _time_of_day(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
 
 
 def _html_widget(html: str) -> Any:

@@ -186,7 +186,7 @@ class Ready(Message, frozen=True, kw_only=True):
     backward_s: float
     wait_s: float  # time without work since the last commit
     nonfinite: str = ""  # with no buckets: the first parameter or buffer that is not finite
-    gradient_square: float | None = None  # `group`: this rank's share of the squared norm of the gradient
+    gradient_square: float | None = None  # squared norm of the gradient: of a lone worker, a share of a `group`'s rank
     tokens: float | None = None  # as the user's function counted them; None when not asked, or not counted here
     unlike: tuple[str, ...] = ()  # `group`: buffers that replicas changed differently, with no rule or choice for it
     changed: ParameterChange | None = None  # not of a lone worker

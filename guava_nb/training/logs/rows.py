@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from guava_nb.training.logs.figures import epoch_joules
 from guava_nb.training.run import Run
 
 __all__ = ["KINDS", "Row", "RunReader"]
@@ -134,10 +135,7 @@ class RunReader:
 
     def _epoch_joules(self, record: dict[str, Any]) -> float | None:
         """Of an epoch, over all workers that measured it."""
-        each = [worker.get("epochs", []) for worker in self._run.energy if worker["joules"] is not None]
-        told = [epochs[record["figure"]] for epochs in each if len(epochs) > record["figure"]]
-        known = [joules for joules in told if joules is not None]
-        return sum(known) if known and len(known) == len(each) else None
+        return epoch_joules(self._run.energy, record["figure"])
 
     def _add_joules(self, rows: list[Row]) -> None:
         """The run's joules so far belong to its last step; of those before it nobody asked."""

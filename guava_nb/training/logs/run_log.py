@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from guava_nb.protocol.messages import RunSpec
+from guava_nb.spec.run_spec import mode_of
 from guava_nb.training.logs.rows import Row, RunReader
 from guava_nb.training.logs.writers import WRITERS, LogPlace, Writer
 from guava_nb.training.plan import Logged
 from guava_nb.training.run import Run
 
-__all__ = ["RunLogs"]
+__all__ = ["RunLogs", "told_settings"]
 
 #: Seconds between two looks, after a writer failed, and for which a run's end waits for all of them.
 _LOOK_S, _RETRY_S, _END_S = 1.0, 15.0, 20.0
@@ -112,7 +113,7 @@ class RunLogs:
             spec: of the run, whose settings some libraries show.
         """
         before, self._name = self._before or Logged(""), name
-        place = LogPlace(folder, name, _settings_of(self._run, spec), before.name, before.up_to)
+        place = LogPlace(folder, name, _settings_of(self._run.run_id, self._run.mode, spec), before.name, before.up_to)
         for kind in kinds:
             reader = RunReader(self._run, before.steps, before.epochs)
             self._threads.append(_WriterThread(kind, place, reader, self._say))
@@ -142,11 +143,16 @@ class RunLogs:
                 )
 
 
-def _settings_of(run: Run, spec: RunSpec) -> dict[str, Any]:
+def _settings_of(run_id: str, mode: str, spec: RunSpec) -> dict[str, Any]:
     """What of a run's settings a table of runs shows."""
     named = {"model": spec.model, "criterion": spec.criterion or spec.step, "optimizer": spec.optimizer}
-    settings: dict[str, Any] = {"run_id": run.run_id, "mode": run.mode, "precision": spec.precision}
+    settings: dict[str, Any] = {"run_id": run_id, "mode": mode, "precision": spec.precision}
     for name, factory in (*named.items(), ("scheduler", spec.scheduler)):
         if factory is not None:
             settings |= {name: factory.name, **{f"{name}.{key}": value for key, value in factory.args.items()}}
     return settings
+
+
+def told_settings(run_id: str, spec: RunSpec) -> tuple[tuple[str, str], ...]:
+    """Return the same as text, for a person."""
+    return tuple((name, str(value)) for name, value in _settings_of(run_id, mode_of(spec), spec).items())

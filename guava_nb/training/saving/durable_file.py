@@ -69,6 +69,8 @@ def write_durably(path: Path, write: Callable[[Sink], None], needed_bytes: int) 
         NotWritten: it is not there; an older file of this name is as it was.
     """
     partial = path.with_name(f"{path.name[:50]}.{_machine()}-{os.getpid()}-{secrets.token_hex(4)}.partial")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise NotWritten("a device is there, and no file")  # which an administrator would replace
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path.parent)

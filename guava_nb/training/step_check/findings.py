@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from guava_nb.config.units import show_time
 from guava_nb.data.codec import pack
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
@@ -149,9 +150,7 @@ def verdict_on(
         or {RANDOMNESS, STATE} & set(answer.causes)
     ):
         why = problem or _why_not(name, rows, answer)
-        sentence = (
-            f"The one-step check was not made ({seconds:.2g} s): {why}. A loss that couples samples would not be seen"
-        )
+        sentence = f"The one-step check was not made ({show_time(seconds)}): {why}. A loss that couples samples would not be seen"
         return Verdict({**record, "outcome": "not checked", "reason": why}, sentence, False)
     record |= {
         "outcome": answer.outcome, "causes": list(answer.causes), "loss_whole": answer.loss[0], "loss_cut": answer.loss[1],
@@ -161,7 +160,7 @@ def verdict_on(
         "unlike_in_python": list(answer.unlike or _looked(question, answer)), "written": list(answer.written),
     }  # fmt: skip
     some = f"{rows} samples" if rows == total else f"{rows} of the {total} samples"
-    begin = f"One-step check: {some} of {question.about}, whole and in pieces on {name} ({seconds:.2g} s)"
+    begin = f"One-step check: {some} of {question.about}, whole and in pieces on {name} ({show_time(seconds)})"
     if refusal := _about_writes(spec, answer):
         return Verdict({**record, "outcome": "writes"}, f"{begin}: {refusal}", False, answer.compared, is_refused=True)
     if answer.outcome == "same" and not (_is_pipeline(spec) and answer.moved) and not _looked(question, answer):

@@ -60,6 +60,10 @@ class Clock:
         """Seconds."""
         return self.now
 
+    def time(self) -> float:
+        """When a run began, for people only."""
+        return self.monotonic()
+
 
 class _NoThread:
     """A thread that never runs: what it would do is done in turn."""

@@ -428,7 +428,7 @@ def test_detach_returns_at_once_and_stop_ends_it(notebook: Any) -> None:
     assert "Stopping after this step" in notebook.run("%guava_stop").text
     assert "Aborting" in notebook.run("%guava_stop").text
     shown.value.wait()
-    assert notebook.run("%guava_stop").text.strip() == "Nothing is running here."
+    assert notebook.run("%guava_stop").lines[0] == "Nothing is running here."
 
 
 @pytest.mark.parametrize(
@@ -512,7 +512,9 @@ def test_validate_save_resume(notebook: Any, tmp_path: Path) -> None:
     assert "validated" in shown.text and "loss 0.25, accuracy 0.75" in shown.text
     shown = notebook.run("%guava_save {folder}/a.pt")
     assert "Saved 1.5 kB" in shown.text
-    assert "weights_only=True" in shown.text
+    assert "weights_only=True)['model']" in shown.text
+    shown = notebook.run("%guava_save {folder}/none/a.pt")
+    assert not shown.ok and "there is no folder" in shown.lines[0] and not (tmp_path / "none").exists()
     shown = notebook.run(f'%guava_resume "{tmp_path}/with blank.pt"')
     assert "step 46, whole epochs done: 2." in shown.text
     assert "--epochs counts from the very beginning, so give more than 2" in shown.text

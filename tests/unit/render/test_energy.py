@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from guava_nb.notebook.panel.plots import watts_png
 from guava_nb.render import energy_view, to_html, to_text
+from guava_nb.render.pictures import watts_png
 from guava_nb.telemetry.energy_record import energy_record
 from tests.support.energy import CURVES, record, report
 

@@ -9,7 +9,7 @@ from guava_nb.render import (
     session_view,
     to_text,
 )
-from guava_nb.render.workers import glance
+from guava_nb.render.workers import by_name, glance, workers_at_the_end
 from tests.unit.render.status_cases import RUN, STATUS, WORKER
 
 
@@ -47,10 +47,21 @@ def test_what_is_said_of_a_worker_is_not_said_twice() -> None:
 def test_workers_that_left_before_the_run_are_not_shown_and_gone_ones_have_no_device() -> None:
     fresh = replace(WORKER, name="vm", memory_bytes=1000, busy=0.5)
     idle = replace(fresh, state="left", detail="an old one", samples=0, out_bytes=0)
-    worked = replace(fresh, state="left", detail="did a part")
+    worked = replace(fresh, name="other", state="left", detail="did a part")
     shown = to_text(session_view(replace(STATUS, workers=(idle, worked, fresh))))
     assert "an old one" not in shown and "did a part" in shown and shown.count("50 %") == 3, shown
     before = to_text(
         session_view(replace(STATUS, run=None, workers=(worked, replace(fresh, state="lost", detail="lost it"))))
     )
     assert "did a part" not in before and "lost it" in before
+
+
+def test_a_worker_that_was_lost_and_came_back_is_one_row_with_all_it_did() -> None:
+    lost = replace(WORKER, state="lost", samples=100, joules=5.0, out_bytes=10, in_bytes=1)
+    back = replace(WORKER, rank=3, state="working", samples=20, joules=2.0, out_bytes=5, in_bytes=1)
+    for workers in ((lost, back), (back, lost)):
+        (row,) = by_name(workers)
+        assert (row.state, row.samples, row.joules, row.out_bytes, row.in_bytes) == ("working", 120, 7.0, 15, 2)
+    assert by_name((lost, lost))[0].state == "lost"
+    table = workers_at_the_end(by_name((lost, back, replace(lost, name="other"))))
+    assert [row[0] for row in table.rows] == [WORKER.name, "other"]

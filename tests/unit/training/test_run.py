@@ -6,7 +6,8 @@ import pytest
 
 from guava_nb.cluster.group_path import Route
 from guava_nb.status import WireBytes
-from guava_nb.training.run import Run, RunSources, thin
+from guava_nb.training.logs.figures import thin
+from guava_nb.training.run import Run, RunSources
 
 
 def filled(steps: int, sources: RunSources | None = None) -> Run:

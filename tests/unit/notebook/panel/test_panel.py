@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +17,15 @@ from guava_nb.notebook.lines import LineTail
 from guava_nb.notebook.panel import surfaces
 from guava_nb.notebook.panel.panel import Panel, make_panel
 from guava_nb.notebook.panel.surfaces import DisplaySurface, LineSurface, TextSurface
-from guava_nb.render import Progress, Table, View
+from guava_nb.render import Curve, Progress, Table, View
 
 
 def view(step: int, total: int | None = 10_000) -> View:
     return View("training", f"loss {1 / (step + 1):.3f}", Progress(step, total), (Table((), (("steps", str(step)),)),))
+
+
+def AT_NOON() -> float:
+    return time.mktime((2026, 1, 1, 12, 0, 0, 0, 0, -1))
 
 
 class Clock:
@@ -153,7 +158,7 @@ def test_unknown_total_is_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_lines_are_sparse_and_tell_news_once(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    surface = LineSurface(clock)
+    surface = LineSurface(clock, AT_NOON)
     for step in range(10_000):  # a view every half second, for 83 minutes
         told = (View("training", f"step {step}", Progress(step, 10_000), (), ("w-2 was lost",) if step > 500 else ()),)
         surface.draw(*told, ["half"] if step == 5000 else [])
@@ -162,18 +167,18 @@ def test_lines_are_sparse_and_tell_news_once(capsys: pytest.CaptureFixture[str])
     written = capsys.readouterr().out
     assert "\r" not in written
     assert 50 < written.count("\n") < 100
-    assert written.startswith("training: step 0\ntraining: step 4\n")
+    assert written.startswith("12:00:00 training: step 0\n12:00:00 training: step 4\n")
     assert written.count("w-2 was lost\n") == 1
     assert written.count("half\n") == 1
 
 
 def test_a_state_that_does_not_change_is_written_once(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    surface = LineSurface(clock)
+    surface = LineSurface(clock, AT_NOON)
     for _ in range(1000):
         surface.draw(View("worker w", "ready"), [])
         clock.now += 0.5
-    assert capsys.readouterr().out == "worker w: ready\n"
+    assert capsys.readouterr().out == "12:00:00 worker w: ready\n"
 
 
 def test_a_flood_of_lines_is_cut_in_the_middle(capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,11 +235,34 @@ def test_without_ipywidgets_the_output_itself_changes(page: Page, monkeypatch: p
     assert len(page.updated) == 5
 
 
-def test_same_state_is_not_sent_again(page: Page) -> None:
-    surface = DisplaySurface(widget=False)
+def test_a_state_that_stays_is_sent_again_only_to_move_its_time(page: Page) -> None:
+    clock = Clock()
+    clock.now = AT_NOON()
+    surface = DisplaySurface(widget=False, hint="if this stands still: look elsewhere", clock=clock)
     for _ in range(5):
         surface.draw(view(1), [])
+        clock.now += 1
     assert (len(page.shown), len(page.updated)) == (1, 0)
+    surface.draw(view(1), [])
+    surface.finish(view(1), [])
+    shown, moved, last = page.shown[0], *page.updated
+    assert "as of 12:00:00; if this stands still: look elsewhere" in shown["text/html"]
+    assert "as of 12:00:05; if" in moved["text/html"] and "as of 12:00:05; if" in moved["text/plain"]
+    assert "as of 12:00:05" in last["text/html"] and "stands still" not in last["text/html"]
+
+
+def test_charts_are_in_the_live_frame_and_a_picture_at_the_end(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(surfaces, "display", lambda bundle, raw, metadata: pictures.append((bundle, metadata)))
+    surface = DisplaySurface(widget=False)
+    for step in range(3, 6):
+        curve = Curve(tuple((k, 1.0 / (k + 1)) for k in range(step)), last_step=10)
+        surface.draw(View("training", f"step {step}", Progress(step, 10), curve=curve), [])
+    surface.finish(View("done", "", Progress(10, 10), curve=curve), [])
+    assert all("<svg" in frame["text/html"] for frame in (page.shown[0], *page.updated[:-1]))
+    assert "<svg" not in page.updated[-1]["text/html"]
+    ((bundle, metadata),) = pictures
+    assert bundle["image/png"].startswith(b"\x89PNG") and metadata["image/png"]["width"] == 640
 
 
 def test_a_display_that_raises_is_a_fault_of_the_panel_only(

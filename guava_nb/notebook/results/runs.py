@@ -1,0 +1,103 @@
+"""`%guava_runs`: the runs of a notebook beside each other, as a table and as curves, on the page and in files."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from guava_nb.notebook.display import say
+from guava_nb.notebook.line_words import in_a_folder, near
+from guava_nb.render import runs_csv
+from guava_nb.render.values import show_float
+from guava_nb.status import RunStatus
+
+__all__ = ["Runs"]
+
+
+class Runs:
+    """What was trained here.
+
+    Args:
+        session: gives the open orchestrator, or raises what to do.
+    """
+
+    def __init__(self, session: Callable[[], Any]) -> None:
+        """Ask nothing yet."""
+        self._session = session
+        self._alone: Any = None
+
+    def leave_alone(self, run: Any) -> None:
+        """Note a run that goes on without a cell, so that its end is told by a later one; None: its end was shown."""
+        self._alone = run
+
+    def tell_end(self) -> None:
+        """Say how such a run ended, once; called after each cell."""
+        run = self._alone
+        if run is None or not run.done:
+            return
+        self._alone = None
+        status = run.status()
+        at = "" if status.ended_at is None else f" at {time.strftime('%H:%M:%S', time.localtime(status.ended_at))}"
+        loss = "" if status.loss is None else f", loss {show_float(status.loss)}"
+        why = f" ({status.message})" if status.message else ""
+        say(
+            f"{status.run_id} ended{at}: {status.state}{why}, step {status.step}{loss}. %guava_status --follow shows all of it."
+        )
+
+    def all(self) -> list[RunStatus]:
+        """Return the runs, the oldest first; the one that goes on is the last."""
+        orchestrator = self._session()
+        run = orchestrator.run
+        return [*orchestrator.past_runs.all(), *([] if run is None or run.done else [run.status()])]
+
+    def names(self) -> list[str]:
+        """Names for completion."""
+        try:
+            return [run.run_id for run in self.all()]
+        except UsageError:
+            return []
+
+    def chosen(self, args: argparse.Namespace) -> list[RunStatus]:
+        """Return the runs of a line; all of them where it names none.
+
+        Raises:
+            UsageError: there is no run, or none of a name.
+        """
+        runs = self.all()
+        if not runs:
+            raise UsageError("no run was started in this notebook yet: %guava_train starts one")
+        known = [run.run_id for run in runs]
+        for name in args.runs:
+            if name not in known:
+                raise UsageError(f"no run is called {name}{near(name, known) or '.'} Runs: {', '.join(known)}")
+        return [run for run in runs if not args.runs or run.run_id in args.runs]
+
+    @staticmethod
+    def export(args: argparse.Namespace, runs: list[RunStatus], png: Callable[[], bytes]) -> list[str]:
+        """Write the files that a line asks for; returns a sentence on each.
+
+        Args:
+            png: draws the picture.
+
+        Raises:
+            UsageError: a folder does not exist, or the disk takes nothing.
+        """
+        said = []
+        makers: list[tuple[str | None, Callable[[], bytes]]] = [
+            (args.csv, lambda: runs_csv(runs).encode()),
+            (args.png, png),
+        ]
+        for given, make in makers:
+            if given is None:
+                continue
+            path = in_a_folder(given, "%guava_runs")
+            try:
+                path.write_bytes(make())
+            except OSError as problem:
+                raise UsageError(f"{given} cannot be written: {problem.strerror or problem}") from None
+            said.append(f"Written to {path}.")
+        return said

@@ -1,0 +1,109 @@
+"""Tables over a run's epochs, and over the runs of a session."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from guava_nb.render.values import show_float, show_joules, show_seconds
+from guava_nb.render.view import Table, View
+from guava_nb.status import EpochFigures, RunStatus
+
+__all__ = ["epoch_table", "runs_csv", "runs_view"]
+
+#: A cell that has no figure.
+_NONE = "-"
+#: Settings that every table of runs would repeat.
+_UNTOLD = ("run_id", "mode", "precision")
+
+
+def epoch_table(epochs: Sequence[EpochFigures]) -> Table:
+    """One row per epoch that was ended: losses, metrics, learning rate, time, joules; columns without any figure are left out."""
+    names = dict.fromkeys(name for epoch in epochs for name, _ in epoch.val)
+    head = (
+        "epoch",
+        "loss",
+        *(f"val {name}" if name == "loss" else name for name in names),
+        "learning rate",
+        "time",
+        "energy",
+    )
+    rows = [
+        (
+            str(epoch.epoch),
+            _number(epoch.loss),
+            *(_number(dict(epoch.val).get(name)) for name in names),
+            _number(epoch.learning_rate),
+            _NONE if epoch.took_s is None else show_seconds(epoch.took_s),
+            _NONE if epoch.joules is None else show_joules(epoch.joules),
+        )
+        for epoch in epochs
+    ]
+    return _without_empty(head, rows)
+
+
+def runs_view(runs: Sequence[RunStatus]) -> View:
+    """One row per run: how it ended, what came of it, and the settings in which runs differ."""
+    names = _differing(runs)
+    scores = dict.fromkeys(name for run in runs for name, points in run.scores if points)
+    head = ("run", "state", "began", "epochs", "steps", "loss", "val loss", *scores, "time", "energy", *names)
+    rows = [
+        (
+            run.run_id,
+            run.state,
+            _NONE if run.began_at is None else time.strftime("%d %b %H:%M", time.localtime(run.began_at)),
+            f"{run.epoch} of {run.num_epochs}",
+            str(run.step),
+            _number(run.loss),
+            _number(run.val[-1][1] if run.val else None),
+            *(_number(_last(run, name)) for name in scores),
+            show_seconds(run.elapsed_s),
+            _NONE if run.joules is None else show_joules(run.joules),
+            *(dict(run.settings).get(name, _NONE) for name in names),
+        )
+        for run in runs
+    ]
+    return View("runs", f"{len(runs)} of this notebook", None, (_without_empty(head, rows),))
+
+
+def _last(run: RunStatus, name: str) -> float | None:
+    points = dict(run.scores).get(name)
+    return points[-1][1] if points else None
+
+
+def _differing(runs: Sequence[RunStatus]) -> list[str]:
+    names = dict.fromkeys(name for run in runs for name, _ in run.settings if name not in _UNTOLD)
+    return [name for name in names if len({dict(run.settings).get(name) for run in runs}) > 1]
+
+
+def runs_csv(runs: Iterable[RunStatus]) -> str:
+    """Every point of the curves of runs as CSV: run, figure, step, value."""
+    out = io.StringIO()
+    rows = csv.writer(out, lineterminator="\n")
+    rows.writerow(("run", "figure", "step", "value"))
+    for run in runs:
+        curves: Mapping[str, Iterable[tuple[int, float]]] = {
+            "loss": run.losses,
+            "val loss": [(step, loss) for step, loss, *_ in run.val],
+            **{f"val {name}": points for name, points in run.scores},
+            "learning rate": run.learning_rates,
+            "gradient norm": run.gradient_norms,
+        }
+        rows.writerows(
+            (run.run_id, name, step, repr(value)) for name, points in curves.items() for step, value in points
+        )
+    return out.getvalue()
+
+
+def _number(value: float | None) -> str:
+    return _NONE if value is None else show_float(value)
+
+
+def _without_empty(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """The columns in which some row has something."""
+    if not rows:
+        return Table((), ())
+    kept = [k for k in range(len(head)) if any(row[k] != _NONE for row in rows)]
+    return Table(tuple(head[k] for k in kept), tuple(tuple(row[k] for k in kept) for row in rows))

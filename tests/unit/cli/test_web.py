@@ -1,0 +1,104 @@
+"""The page of `guava status --web`: what it answers, to whom, and what it says of its age."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from guava_nb.cli.main import main
+from guava_nb.cli.status import shown_view
+from guava_nb.cli.web import StatusPage, lan_address
+from guava_nb.cluster.session_status import ShownStatus
+from guava_nb.errors import ConfigError
+from guava_nb.status import Status
+from tests.unit.render.status_cases import RUN, STATUS
+
+SECRET = "guava1:AAAABBBBCCCCDDDDEEEEFFFFGGGGHHHHIIIIJJJJ"
+
+
+class Session:
+    """What the session's file holds."""
+
+    def __init__(self) -> None:
+        self.status: Status | None = replace(STATUS, run=RUN, notes=(f"<script>alert(1)</script> {SECRET}",))
+        self.at, self.lives = time.time(), True
+
+    def read(self) -> ShownStatus | None:
+        return None if self.status is None else ShownStatus(7, 0.0, self.at, self.status)
+
+
+@pytest.fixture
+def session() -> Session:
+    return Session()
+
+
+@pytest.fixture
+def page(session: Session) -> Iterator[StatusPage]:
+    made = StatusPage(session.read, lambda shown: shown_view(shown, time.time(), session.lives))
+    thread = threading.Thread(target=made.serve)
+    thread.start()
+    yield made
+    made.close()
+    thread.join()
+
+
+def get(address: str) -> tuple[int, str, dict[str, str]]:
+    try:
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            return answer.status, answer.read().decode(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), dict(error.headers)
+
+
+def test_only_who_has_the_token_is_answered(page: StatusPage) -> None:
+    whole = page.address("127.0.0.1")
+    for address in (
+        whole.partition("?")[0],
+        whole[:-1],
+        whole.replace("token=", "token=a"),
+        whole.replace("/?", "/panel?") + "a",
+    ):
+        status, text, _ = get(address)
+        assert status == 403 and "token" in text and "loss" not in text
+    assert get(whole)[0] == 200
+    assert get(whole.replace("/?", "/etc/passwd?"))[0] == 404
+
+
+def test_it_shows_the_run_escaped_and_without_the_join_code(page: StatusPage) -> None:
+    for path in ("/?", "/panel?"):
+        status, text, headers = get(page.address("127.0.0.1").replace("/?", path))
+        assert status == 200 and "<svg" in text and "2/69" not in text and "5/69 steps" in text and "as of " in text
+        assert "<script>alert" not in text and SECRET not in text and "guava1:&lt;hidden&gt;" in text
+        assert (
+            headers["Referrer-Policy"] == "no-referrer" and "default-src 'none'" in headers["Content-Security-Policy"]
+        )
+
+
+def test_what_is_old_ended_or_closed_is_said(page: StatusPage, session: Session) -> None:
+    panel = page.address("127.0.0.1").replace("/?", "/panel?")
+    session.at -= 60
+    assert "Nothing new since" in get(panel)[1]
+    session.lives = False
+    assert "has ended without closing it" in get(panel)[1]
+    session.status = None
+    text = get(panel)[1]
+    assert "The session was closed." in text and "5/69 steps" in text
+
+
+def test_it_listens_on_this_machine_alone_and_a_taken_port_is_told(page: StatusPage) -> None:
+    assert page._server.server_address[0] == "127.0.0.1"
+    with pytest.raises(ConfigError, match="choose another --port"):
+        StatusPage(lambda: None, lambda shown: shown_view(shown, 0.0, True), port=page.port)
+    assert lan_address().count(".") == 3
+
+
+@pytest.mark.parametrize("words", [["--lan"], ["--port", "80"], ["--web", "--port", "70000"]])
+def test_options_that_do_not_fit_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", *words]) == 2
+    assert "--port" in capsys.readouterr().err
