@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -21,10 +21,15 @@ __all__ = ["ModelRegistry"]
 
 
 class ModelRegistry:
-    """The shared cells of a session and its registered model."""
+    """The shared cells of a session and its registered model.
 
-    def __init__(self) -> None:
+    Args:
+        notice: takes a sentence for the user.
+    """
+
+    def __init__(self, notice: Callable[[str], None] = lambda sentence: None) -> None:
         """Nothing is shared or registered yet."""
+        self._notice = notice
         self._ledger = SourceLedger()
         self._built: tuple[str, ModuleType] | None = None
         self._factory: Factory | None = None
@@ -77,8 +82,12 @@ class ModelRegistry:
         """
         if not isinstance(model, torch.nn.Module):
             factory, self._reference = self.factory_of(model, args), model
-            if factory != self._factory:
-                self._factory, self._instance = factory, None
+            if factory == self._factory and self._instance is not None:
+                self._notice(
+                    f"the model is {factory.name} as it is built now: the instance of it that was registered before is where "
+                    "training starts no more, nor what says which parameters are frozen. For that register it again"
+                )
+            self._factory, self._instance = factory, None
             return False
         instance = unwrapped(model)
         if reason := _cannot_be_built(instance):

@@ -77,7 +77,7 @@ class Orchestrator(SessionHost):
             self._notices.add(f"accepted, without effect here: {told}; see help(DistributedConfig)")
         self.run: Run | None = None
         self._tensor_plan: dict[str, str] = {}
-        self._models = ModelRegistry()
+        self._models = ModelRegistry(self._notices.add)
         self._replica_sets = ReplicaSets(
             self._models, self._notices, self._open_cluster, lambda: self._patience_s, lambda: self.run_path
         )
@@ -368,6 +368,8 @@ class Orchestrator(SessionHost):
             ask(
                 cluster, replica_set, feed, question, grace_s=self.config.interrupt_grace_s, progress=report, split_fn=split_fn
             )  # fmt: skip
+        for name, note in question.notes().items():
+            self._notices.replace(note, f"metric {name}")
         return question.result().record()
 
     def predict(

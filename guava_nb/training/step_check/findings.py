@@ -115,6 +115,12 @@ class Verdict:
     is_refused: bool = False
 
 
+#: What a loss needs that compares samples.
+_TOGETHER = (
+    "gather what it compares (from guava_nb import gather_batch; z = gather_batch(z)), or have one worker do each batch "
+    "whole: shares=[1, 0] (--shares 1,0; a 0 for each further worker)"
+)
+_TOGETHER_IN_STAGES = "take a mode without stages, or --micro-batches 1"
 #: Modules that a message names.
 _MOST_HOOKED = 3
 
@@ -220,7 +226,8 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
     if WEIGHTS in answer.causes:
         yield (
             "The gradients of the pieces are right, but they count with wrong weights: return (loss_sum, count) instead of a "
-            "mean, where count is what the mean divides by, such as the targets that are not ignored"
+            "mean, where count is what the mean divides by, such as the targets that are not ignored. A loss that is no sum "
+            f"over a count (the root of a mean, say) needs its samples together: {_TOGETHER_IN_STAGES if pipeline else _TOGETHER}"
         )
     if SUM in answer.causes:
         yield (
@@ -236,7 +243,8 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
     if COUPLED in answer.causes:
         if other := question.splitter.reading.on_second_axis(question.content):
             yield other
-        yield from _about_coupling(question, "take a mode without stages, or --micro-batches 1" if pipeline else "")
+        way, moved = (_TOGETHER_IN_STAGES, ()) if pipeline else (_TOGETHER, answer.moved)
+        yield from _about_coupling(question, way, moved)
     yield from _about_python(spec, question, answer)
     yield from _about_buffers(spec, answer)
 
@@ -314,18 +322,19 @@ def _is_pipeline(spec: RunSpec) -> bool:
     return spec.parallel is not None and spec.parallel.pp > 1 and spec.parallel.micro_batches > 1
 
 
-def _about_coupling(question: Question, way: str) -> Iterator[str]:
+def _about_coupling(question: Question, way: str, moved: Sequence[str]) -> Iterator[str]:
     if whole := _whole_parts(question):
         yield (
             f"{whole[2:-1].capitalize()}: where they refer to positions in the batch, give a function that cuts them with their "
             "samples (split_fn), or make a list with one entry per sample"
         )
-    way = way or (
-        "gather what it compares (from guava_nb import gather_batch; z = gather_batch(z)), or have one worker do each batch "
-        "whole: shares=[1, 0] (--shares 1,0; a 0 for each further worker)"
-    )
     begin = "Or the" if whole else "The"
     yield f"{begin} loss couples the samples of a batch, and this run trains on other numbers than plain PyTorch: {way}"
+    if moved:
+        yield (
+            f"Or it depends on what the same forward has changed in the buffers {', '.join(moved[:3])} by its own samples: let the "
+            "forward read them first and change them afterwards"
+        )
 
 
 def _whole_parts(question: Question) -> str:

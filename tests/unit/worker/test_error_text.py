@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from guava_nb.worker.error_text import MAX_TEXT_CHARS, MAX_TRACE_CHARS, error_text, loses_device, sendable, trace_text
+from guava_nb.worker.error_text import (
+    MAX_TEXT_CHARS,
+    MAX_TRACE_CHARS,
+    dtype_notes,
+    error_text,
+    loses_device,
+    sendable,
+    trace_text,
+)
 
 
 def test_lone_surrogates_become_escapes() -> None:
@@ -49,3 +57,28 @@ def test_errors_that_a_context_does_not_survive(text: str) -> None:
 )
 def test_errors_after_which_the_device_goes_on(error: Exception) -> None:
     assert not loses_device(error)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (torch.nn.Linear(6, 3), (4, 6)),
+        (torch.nn.Conv1d(6, 3, 1), (4, 6, 5)),
+        (torch.nn.GRU(6, 3), (4, 6)),
+        (torch.nn.MultiheadAttention(6, 2), (4, 6)),
+    ],
+)
+def test_numbers_of_unlike_kinds_are_told_with_what_to_do(layer: torch.nn.Module, shape: tuple[int, ...]) -> None:
+    for dtype, way in ((torch.float64, "--precision fp64"), (torch.uint8, "Whole numbers met")):
+        given = torch.zeros(shape, dtype=dtype)
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            layer(*[given] * (3 if isinstance(layer, torch.nn.MultiheadAttention) else 1))
+        (note,) = dtype_notes(raised.value, "fp32")
+        assert way in note and "preprocess" in note
+
+
+def test_other_errors_get_no_note_on_kinds_of_numbers() -> None:
+    assert dtype_notes(RuntimeError("mat1 and mat2 must have the same dtype, but got Half and Float"), "fp32") == []
+    assert dtype_notes(RuntimeError("mat1 and mat2 must have the same dtype, but got Double and Float"), "fp64") == []
+    assert dtype_notes(RuntimeError("a double free of an int"), "fp32") == []
+    assert dtype_notes(KeyError("Found dtype Double"), "fp32") == []
