@@ -323,15 +323,22 @@ class BatchReading:
                 )
             )
 
+    @property
+    def guess(self) -> str:
+        """Where the number of samples was taken from, if nothing told how many were drawn; else ""."""
+        if not self._guessed:
+            return ""
+        return (
+            f"That a batch has {self._guessed} samples was taken from its first tensor: if that is wrong, name the parts that "
+            'are cut, batch="cut: NAME; cut on axis 1: NAME" (--batch); a loader of single samples (batch_size=None) needs a '
+            "batch size"
+        )
+
     def _changing(self, path: Path, how: str) -> str:
         where = (
             f" If its samples are on axis 1, {_BY_HAND.format(self._text({path: 1}))}." if path in self._second else ""
         )
-        if self._guessed:
-            where += (
-                f" That a batch has {self._guessed} samples was taken from its first tensor: if that is wrong, name the parts "
-                'that are cut, batch="cut: NAME; cut on axis 1: NAME" (--batch).'
-            )
+        where += f" {self.guess}." if self.guess else ""
         return (
             f"{self._told(path)} has not one entry per sample, so it would travel whole to every worker, and {how}: what "
             "belongs to single samples, or names positions in the batch, would be wrong in a part of the batch. Join it on the "

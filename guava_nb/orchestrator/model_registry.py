@@ -13,7 +13,7 @@ from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.model.wrappers import unwrapped
 from guava_nb.replica.state_dict import parameter_hash
 from guava_nb.spec.cells import SourceLedger, build_module, resolve
-from guava_nb.spec.run_spec import factory_name, plain_arguments
+from guava_nb.spec.run_spec import factory_for
 from guava_nb.spec.training_options import Reference
 from guava_nb.training import checkpoint
 
@@ -81,13 +81,13 @@ class ModelRegistry:
             has the same weights as then.
         """
         if not isinstance(model, torch.nn.Module):
-            factory, self._reference = self.factory_of(model, args), model
-            if factory == self._factory and self._instance is not None:
+            named, self._reference = self.factory_of(model, args), model
+            if named == self._factory and self._instance is not None:
                 self._notice(
-                    f"the model is {factory.name} as it is built now: the instance of it that was registered before is where "
+                    f"the model is {named.name} as it is built now: the instance of it that was registered before is where "
                     "training starts no more, nor what says which parameters are frozen. For that register it again"
                 )
-            self._factory, self._instance = factory, None
+            self._factory, self._instance = named, None
             return False
         instance = unwrapped(model)
         if reason := _cannot_be_built(instance):
@@ -107,7 +107,7 @@ class ModelRegistry:
             SourceError: it exists only here.
             ConfigError: an argument cannot travel.
         """
-        return Factory(factory_name("model", model, self.shared()), plain_arguments("model", args))
+        return factory_for("model", model, args, self.shared())
 
     def reference_of(self, factory: Factory | None) -> Reference | type | None:
         """Return what the user gave for the model of this record; None where it was not registered."""

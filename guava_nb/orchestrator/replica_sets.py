@@ -20,6 +20,7 @@ from guava_nb.orchestrator.left_state import LeftState
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.orchestrator.run_record import LastRun, RunRecord
+from guava_nb.parallel.replicas.buffer_policy import unused_in
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rounds.local_replica import whole_replica
@@ -190,6 +191,7 @@ class ReplicaSets:
         if start is not None:
             for note in from_checkpoint(replica_set, plan, *start):
                 self._notices.add(note, "run")
+        _check_buffers(replica_set)
         check_schedule(replica_set, plan, lambda sentence: self._notices.add(sentence, "run"))
         for note in notes_on(replica_set, plan, options.precision):
             self._notices.add(note, "run")
@@ -349,6 +351,7 @@ class ReplicaSets:
         trained = start is not None or (last is not None and goes_on(replica_set, last))
         if start is not None or not trained:  # where the last run's schedule stands, its workers know
             check_schedule(replica_set, plan, lambda sentence: None)
+        _check_buffers(replica_set)
         return replica_set, trained
 
     def for_trial(self, composed: Composed, spec: RunSpec, run_id: str) -> ReplicaSet:
@@ -436,6 +439,11 @@ class ReplicaSets:
                 for rank in list(other.at):
                     other.drop(rank)
         return replica_set
+
+
+def _check_buffers(replica_set: ReplicaSet) -> None:
+    if unused := unused_in(replica_set.spec.buffers, replica_set.master.model):
+        raise ConfigError(f"buffers (--buffers) names {unused[0]!r}, and no buffer of the model is called so")
 
 
 def _like(replica_set: ReplicaSet) -> Replica:

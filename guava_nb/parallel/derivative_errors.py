@@ -41,8 +41,8 @@ def explained(error: BaseException, is_sharded: bool) -> TrainingError | None:
             else ("tensor mode moves split activations between workers", "use data mode")
         )
         return TrainingError(
-            "the step calls the model inside a transform of torch.func (vmap, grad, jvp, jacrev, ...), and that cannot go through "
-            f"the functions by which {layers}: {way}, or torch.autograd.grad instead of the transform"
+            "the step calls the model inside a transform of torch.func (vmap, grad, jvp, jacrev, ...), and that cannot go "
+            f"through the functions by which {layers}: {way}, or torch.autograd.grad instead of the transform"
         )
     return None
 

@@ -1,10 +1,10 @@
 """Figures of a validation beside loss and accuracy: measured batch by batch on the workers, put together at the hub.
 
 Two kinds. A *function* `metric(outputs, targets)` returns a mean over its rows, or (sum, count); the result is the sum of
-sums over the sum of counts. A function whose value of a batch is not the mean of its parts (F1, a correlation) is told: what
-is shown is then the mean of the batches' values. A *torchmetrics* metric is reset before every batch and the states of all batches are merged
-by the metric's own reductions, so each batch counts exactly once, whoever measured it. torchmetrics is recognised by what
-its metrics have, and never imported from here.
+sums over the sum of counts. One whose value of a batch is not the mean of its parts (F1, a correlation) is told: the result is
+then the mean of the batches' values. A *torchmetrics* metric is reset before every batch and the states of all batches are
+merged by the metric's own reductions, so each batch counts exactly once, whoever measured it. torchmetrics is recognised by
+what its metrics have, and never imported from here.
 
 Merging is in the order of the loader's batches. Sums are added one by one, as a metric that had seen all batches in one
 process would have done; so its result is the same to the last bit.
@@ -179,7 +179,10 @@ class Measure:
 
 def _rounding(outputs: Any) -> float:
     """How unlike two values of these outputs may be by rounding alone."""
-    return max((4 * torch.finfo(one.dtype).eps for one in leaves(outputs) if one.dtype.is_floating_point), default=0.0) + 1e-5
+    return (
+        max((4 * torch.finfo(one.dtype).eps for one in leaves(outputs) if one.dtype.is_floating_point), default=0.0)
+        + 1e-5
+    )
 
 
 def _number(value: Any) -> float:

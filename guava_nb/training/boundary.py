@@ -199,7 +199,9 @@ class Boundary:
         self.tick("validation", record)
         self._note_best()
         self.accounting.call("on_validation", record)
-        if why := self.plan.is_out_of_patience(self.run.validations):
+        steps, total = self.accounting.steps - self.accounting.first_step, self.run.total_steps
+        is_early = total is None or steps < total
+        if is_early and (why := self.plan.is_out_of_patience(self.run.validations)):
             self.membership.cluster.notice(f"{self.run.run_id} ends early by its {why}")
             self.stop(why)
 

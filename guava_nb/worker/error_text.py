@@ -66,7 +66,9 @@ _WHOLE = re.compile(r"\b(unsigned char|byte|char|short|int|long|u?int(8|16|32|64
 
 def dtype_notes(error: BaseException, precision: str) -> list[str]:
     """Return what to do where numbers of two kinds met in a run of this precision; nothing for other errors."""
-    text = str(error) if isinstance(error, RuntimeError | ValueError) else ""
+    text = str(error) if isinstance(error, RuntimeError | ValueError | TypeError) else ""
+    if "must be Tensor, not numpy" in text:
+        return ["Batches arrive as they were made, so make tensors in the data set or in preprocess (torch.as_tensor)"]
     if not _UNLIKE_DTYPES.search(text):
         return []
     if _FLOAT64.search(text) and precision != "fp64":
@@ -75,7 +77,9 @@ def dtype_notes(error: BaseException, precision: str) -> list[str]:
             "(--precision fp64); else make float32 of the data, in the data set or in preprocess (inputs.float())"
         ]
     if _WHOLE.search(text):
-        return ["Whole numbers met floating-point ones: make floats of them in the data set or in preprocess (inputs.float())"]
+        return [
+            "Whole numbers met floating-point ones: make floats of them in the data set or in preprocess (inputs.float())"
+        ]
     return []
 
 

@@ -210,6 +210,8 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
             f"a piece cannot be computed without the rest of the batch ({answer.problem}){_whole_parts(question)}. Where parts "
             "refer to positions in the batch, give a function that cuts it (split_fn), or make a list with one entry per sample"
         )
+        if guess := question.splitter.reading.guess:
+            yield guess
         return
     measured = (
         f"the loss is {answer.loss[0]:.6g} whole and {answer.loss[1]:.6g} cut, the gradient differs by "
@@ -332,8 +334,8 @@ def _about_coupling(question: Question, way: str, moved: Sequence[str]) -> Itera
     yield f"{begin} loss couples the samples of a batch, and this run trains on other numbers than plain PyTorch: {way}"
     if moved:
         yield (
-            f"Or it depends on what the same forward has changed in the buffers {', '.join(moved[:3])} by its own samples: let the "
-            "forward read them first and change them afterwards"
+            f"Or it depends on what the same forward has changed in the buffers {', '.join(moved[:3])} by its own samples: let "
+            "the forward read them first and change them afterwards"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from guava_nb.orchestrator.model_registry import ModelRegistry
@@ -41,3 +43,10 @@ def test_an_instance_that_is_registered_again_without_a_change_is_no_news() -> N
     with torch.no_grad():
         net.weight.add_(1.0)
     assert registry.register(net, None)
+
+
+def test_a_partial_object_is_its_class_with_its_arguments() -> None:
+    registry = ModelRegistry()
+    registry.share(CELL.replace("(self)", "(self, width=2)"), "model")
+    net_class = registry.shared().Net  # type: ignore[union-attr]
+    assert registry.factory_of(functools.partial(net_class, width=3), {"width": 4}) == Factory("Net", {"width": 4})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -258,3 +259,10 @@ def test_a_mean_a_sum_with_its_count_and_what_cannot_be_known_are_not_told(
     metric: Callable[..., Any], dtype: torch.dtype
 ) -> None:
     assert notes_on(metric, dtype) == {}
+
+
+def test_a_partial_object_is_its_function_with_its_arguments() -> None:
+    module = shared(margin=margin)
+    margin.__module__, named = "__main__", margin.__qualname__  # as in a notebook
+    (made,) = metric_specs([functools.partial(margin, k=2)], module)
+    assert (made.name, made.factory) == (named, Factory("margin", {"k": 2}))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,3 +83,10 @@ def test_other_errors_get_no_note_on_kinds_of_numbers() -> None:
     assert dtype_notes(RuntimeError("mat1 and mat2 must have the same dtype, but got Double and Float"), "fp64") == []
     assert dtype_notes(RuntimeError("a double free of an int"), "fp32") == []
     assert dtype_notes(KeyError("Found dtype Double"), "fp32") == []
+
+
+def test_arrays_where_tensors_belong_are_told() -> None:
+    with pytest.raises(TypeError) as raised:
+        torch.nn.Linear(2, 2)(np.zeros((1, 2), np.float32))
+    (note,) = dtype_notes(raised.value, "fp32")
+    assert "torch.as_tensor" in note

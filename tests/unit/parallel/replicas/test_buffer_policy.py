@@ -16,6 +16,7 @@ from guava_nb.parallel.replicas.buffer_policy import (
     followed_parameters,
     policy_of,
     taken,
+    unused_in,
     way_of,
 )
 
@@ -153,3 +154,9 @@ def test_what_was_infinite_or_no_number_has_no_difference() -> None:
     assert change[:6].tolist() == [0, 0, 0, 3, inf, 2]
     assert not change[6:].isfinite().any()  # a number that became none is found by it
     assert torch.allclose(taken(before, change)[:6], after[:6], equal_nan=True)
+
+
+def test_patterns_that_fit_no_buffer_are_found() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    assert unused_in("auto", model) == unused_in("0.running_*=sum, 2.weight=first, *=average", model) == []
+    assert unused_in("0.runing_mean=sum, 1.weight=first,0.*=first", model) == ["0.runing_mean", "1.weight"]
