@@ -368,8 +368,6 @@ class Orchestrator(SessionHost):
             ask(
                 cluster, replica_set, feed, question, grace_s=self.config.interrupt_grace_s, progress=report, split_fn=split_fn
             )  # fmt: skip
-        for name, note in question.notes().items():
-            self._notices.replace(note, f"metric {name}")
         return question.result().record()
 
     def predict(

@@ -44,7 +44,7 @@ from guava_nb.row_cache.reader import Load
 from guava_nb.telemetry import BACKWARD, EXCHANGE, FORWARD, UPDATE, WAITING, PhaseBook
 from guava_nb.telemetry.energy_reporter import EnergyReporter
 from guava_nb.worker.device_prefetch import DevicePrefetch, copier_for
-from guava_nb.worker.error_text import NOTE, dtype_notes, error_text, loses_device, trace_text
+from guava_nb.worker.error_text import NOTE, advised_text, loses_device, trace_text
 from guava_nb.worker.pending_steps import LocalStep, PendingSteps
 from guava_nb.worker.preparation import USER_ERRORS, PreparedRun, Send
 from guava_nb.worker.process_group import GroupSeat
@@ -466,8 +466,7 @@ class StepRunner:
         (doing, step), generation = at, self._built_in
         if loses_device(error):
             notes, self.lost_device = (NOTE,), str(error).splitlines()[0]
-        notes = [*notes, *dtype_notes(error, "" if self._run is None else self._run.spec.precision)]
-        text = ". ".join([self.lost_device or error_text(error), *notes])
+        text = ". ".join([self.lost_device or advised_text(error, self._run and self._run.spec), *notes])
         if self._seat is not None and self._seat.broken_by(error):
             kind = FailureKind.GROUP if kind is FailureKind.USER else FailureKind.TORN
             generation = self._seat.formed_in

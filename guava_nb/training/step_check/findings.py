@@ -121,6 +121,15 @@ _TOGETHER = (
     "whole: shares=[1, 0] (--shares 1,0; a 0 for each further worker)"
 )
 _TOGETHER_IN_STAGES = "take a mode without stages, or --micro-batches 1"
+_WRONG_WEIGHTS = (
+    "The gradients of the pieces are right, but they count with wrong weights: return (loss_sum, count) instead of a mean, where "
+    "count is what the mean divides by, such as the targets that are not ignored. A loss that is no sum over a count (the root "
+    "of a mean, say) needs its samples together:"
+)
+_WRONG_SUM = (
+    "The loss adds up its samples, and what a step or an own criterion returns is taken for a mean over them, so each piece "
+    "counts by its share only: return (loss_sum, count) for a mean, or (loss, None) for this sum as it is"
+)
 #: Modules that a message names.
 _MOST_HOOKED = 3
 
@@ -225,17 +234,11 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
             "set_mode(..., sync_batchnorm=True) (%guava_mode --sync-batchnorm on) lets them see all samples"
         )  # fmt: skip
         yield f"Batch norms see their own piece of a batch only: {cure}"
+    together = _TOGETHER_IN_STAGES if pipeline else _TOGETHER
     if WEIGHTS in answer.causes:
-        yield (
-            "The gradients of the pieces are right, but they count with wrong weights: return (loss_sum, count) instead of a "
-            "mean, where count is what the mean divides by, such as the targets that are not ignored. A loss that is no sum "
-            f"over a count (the root of a mean, say) needs its samples together: {_TOGETHER_IN_STAGES if pipeline else _TOGETHER}"
-        )
+        yield f"{_WRONG_WEIGHTS} {together}"
     if SUM in answer.causes:
-        yield (
-            "The loss adds up its samples, and what a step or an own criterion returns is taken for a mean over them, so each "
-            "piece counts by its share only: return (loss_sum, count) for a mean, or (loss, None) for this sum as it is"
-        )
+        yield _WRONG_SUM
     if BACKWARD in answer.causes:
         yield (
             "The step calls backward() by itself, and that gradient counts in full for each piece, not by its share of the "
@@ -245,8 +248,7 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
     if COUPLED in answer.causes:
         if other := question.splitter.reading.on_second_axis(question.content):
             yield other
-        way, moved = (_TOGETHER_IN_STAGES, ()) if pipeline else (_TOGETHER, answer.moved)
-        yield from _about_coupling(question, way, moved)
+        yield from _about_coupling(question, together, () if pipeline else answer.moved)
     yield from _about_python(spec, question, answer)
     yield from _about_buffers(spec, answer)
 

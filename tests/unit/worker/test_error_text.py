@@ -7,12 +7,15 @@ import torch
 from guava_nb.worker.error_text import (
     MAX_TEXT_CHARS,
     MAX_TRACE_CHARS,
-    dtype_notes,
+    advised_text,
     error_text,
     loses_device,
     sendable,
     trace_text,
 )
+from tests.support.training import spec
+
+FLOAT32, FLOAT64 = spec(precision="fp32"), spec(precision="fp64")
 
 
 def test_lone_surrogates_become_escapes() -> None:
@@ -74,19 +77,21 @@ def test_numbers_of_unlike_kinds_are_told_with_what_to_do(layer: torch.nn.Module
         given = torch.zeros(shape, dtype=dtype)
         with pytest.raises((RuntimeError, ValueError)) as raised:
             layer(*[given] * (3 if isinstance(layer, torch.nn.MultiheadAttention) else 1))
-        (note,) = dtype_notes(raised.value, "fp32")
-        assert way in note and "preprocess" in note
+        told = advised_text(raised.value, FLOAT32)
+        assert told.startswith(str(raised.value)) and way in told and "preprocess" in told
 
 
-def test_other_errors_get_no_note_on_kinds_of_numbers() -> None:
-    assert dtype_notes(RuntimeError("mat1 and mat2 must have the same dtype, but got Half and Float"), "fp32") == []
-    assert dtype_notes(RuntimeError("mat1 and mat2 must have the same dtype, but got Double and Float"), "fp64") == []
-    assert dtype_notes(RuntimeError("a double free of an int"), "fp32") == []
-    assert dtype_notes(KeyError("Found dtype Double"), "fp32") == []
+def test_other_errors_are_told_as_they_are() -> None:
+    for error, of_run in (
+        (RuntimeError("mat1 and mat2 must have the same dtype, but got Half and Float"), FLOAT32),
+        (RuntimeError("mat1 and mat2 must have the same dtype, but got Double and Float"), FLOAT64),
+        (RuntimeError("a double free of an int"), FLOAT32),
+        (OSError("Found dtype Double"), None),
+    ):
+        assert advised_text(error, of_run) == str(error)
 
 
 def test_arrays_where_tensors_belong_are_told() -> None:
     with pytest.raises(TypeError) as raised:
         torch.nn.Linear(2, 2)(np.zeros((1, 2), np.float32))
-    (note,) = dtype_notes(raised.value, "fp32")
-    assert "torch.as_tensor" in note
+    assert "torch.as_tensor" in advised_text(raised.value, None)
