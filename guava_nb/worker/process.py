@@ -78,10 +78,14 @@ def _work(order: dict[str, Any]) -> int:
         config = DistributedConfig.from_dict(order["config"])
         code = None if order["code"] is None else JoinCode.decode(order["code"])
 
+        def on_stuck(reason: str) -> None:
+            report("failed", -1, reason)
+            os._exit(EXIT_AGAIN)
+
         def new_member() -> WorkerSession:
             return WorkerSession(
                 code, pick_device(order["device"]), order["name"], identity=bytes.fromhex(order["identity"]),
-                report=report, options=link_options(config),
+                report=report, options=link_options(config), on_stuck=on_stuck,
             )  # fmt: skip
 
         listen = order["listen"]
