@@ -135,7 +135,7 @@ class WholeModelPart:
             (value * (loss.weight * factor * self._data.factor)).backward()  # type: ignore[no-untyped-call]
         except BaseException as error:
             self._data.recover()
-            if (told := explained(error, self._data.sharded)) is not None:
+            if (told := explained(error, self._data.sharded is not None)) is not None:
                 raise told from error
             raise
         self._data.end()

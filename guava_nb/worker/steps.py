@@ -466,7 +466,7 @@ class StepRunner:
         (doing, step), generation = at, self._built_in
         if loses_device(error):
             notes, self.lost_device = (NOTE,), str(error).splitlines()[0]
-        text = ". ".join([self.lost_device or advised_text(error, self._run and self._run.spec), *notes])
+        text = ". ".join([self.lost_device or advised_text(error, None if self._run is None else self._run.spec), *notes])
         if self._seat is not None and self._seat.broken_by(error):
             kind = FailureKind.GROUP if kind is FailureKind.USER else FailureKind.TORN
             generation = self._seat.formed_in
