@@ -463,15 +463,15 @@ class StepRunner:
             rows: samples of the shard in work, if it was one.
             notes: what may have led to it.
         """
-        (doing, step), generation = at, self._built_in
+        (doing, step), generation, run = at, self._built_in, self._run
         if loses_device(error):
             notes, self.lost_device = (NOTE,), str(error).splitlines()[0]
-        text = ". ".join([self.lost_device or advised_text(error, None if self._run is None else self._run.spec), *notes])
+        text = ". ".join([self.lost_device or advised_text(error, None if run is None else run.spec), *notes])
         if self._seat is not None and self._seat.broken_by(error):
             kind = FailureKind.GROUP if kind is FailureKind.USER else FailureKind.TORN
             generation = self._seat.formed_in
         elif doing:
-            unit = "step" if self._run is None or self._run.spec.rounds is None else "round"
+            unit = "step" if run is None or run.spec.rounds is None else "round"
             text += f" ({doing.format(unit, step + 1)})"
         if isinstance(error, torch.OutOfMemoryError | MemoryError) and kind is FailureKind.USER:
             kind = FailureKind.MEMORY
