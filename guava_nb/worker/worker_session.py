@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from guava_nb.backend import Endpoint
+from guava_nb.backend.stuck_watch import StuckWatch
 from guava_nb.errors import GuavaError, JoinCodeError, JoinRefused, LinkBroken, LinkClosed, LinkTimeout
 from guava_nb.link.dialler import IDENTITY_BYTES, Backoff, DialledSession, dial
 from guava_nb.link.options import LinkOptions
@@ -39,7 +40,6 @@ from guava_nb.worker.loop import WorkerLoop
 from guava_nb.worker.own_figures import OwnWork
 from guava_nb.worker.path_probe import PathProbe
 from guava_nb.worker.process_group import GroupSeat
-from guava_nb.worker.stuck_watch import StuckWatch
 
 __all__ = ["WorkerSession"]
 

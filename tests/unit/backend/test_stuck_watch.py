@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from guava_nb.worker.stuck_watch import REASON, StuckWatch
+from guava_nb.backend.stuck_watch import REASON, StuckWatch
 
 
 class Looks:

@@ -1,4 +1,4 @@
-"""Finds out that the loop stays blocked in a process group that was given up.
+"""Finds out that a thread stays blocked in a process group that was given up.
 
 gloo misses the end of its connections where it sends in the same moment, and then waits for its time limit of half an hour.
 Nothing in the process frees that thread, so another process must take its place. A loop that computes is left alone, however
@@ -15,15 +15,13 @@ from types import FrameType
 
 import torch
 
-from guava_nb.parallel import replicas
-
 __all__ = ["StuckWatch", "is_in_group"]
 
 #: Seconds from the end of the connections, and between two looks; a loop that comes out does so at once.
 LIMIT_S = 10.0
 REASON = "it stayed blocked in a process group that had been given up, and nothing frees it there"
 
-_GROUPS = (Path(torch.distributed.__file__).parent, Path(replicas.__file__).parent)
+_GROUPS = (Path(torch.distributed.__file__).parent, Path(__file__).parents[1] / "parallel" / "replicas")
 
 
 class StuckWatch:
