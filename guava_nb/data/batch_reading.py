@@ -24,6 +24,10 @@ __all__ = ["BatchReading"]
 
 #: Names that index vectors have in public code: of PyG, YOLO, segment and packed attention code.
 _INDEX_NAME = re.compile(r"(^|_)(batch|idxs?|index|indices|ptr|segment_ids?|cu_seqlens?)(_|$)")
+_GUESS = (
+    "That a batch has {} samples was taken from its first tensor: if that is wrong, name the parts that are cut, "
+    'batch="cut: NAME; cut on axis 1: NAME" (--batch); a loader of single samples (batch_size=None) needs a batch size'
+)
 _BY_HAND = 'say how it is read with batch="{}" (--batch)'
 _OTHERWISE = (
     "give split_fn, let the collate function return a list with one entry per sample, or let one worker do every batch, in "
@@ -323,15 +327,15 @@ class BatchReading:
                 )
             )
 
+    @property
+    def guess(self) -> str:
+        """Where the number of samples was taken from, if nothing told how many were drawn; else ""."""
+        return _GUESS.format(self._guessed) if self._guessed else ""
+
     def _changing(self, path: Path, how: str) -> str:
-        where = (
-            f" If its samples are on axis 1, {_BY_HAND.format(self._text({path: 1}))}." if path in self._second else ""
-        )
-        if self._guessed:
-            where += (
-                f" That a batch has {self._guessed} samples was taken from its first tensor: if that is wrong, name the parts "
-                'that are cut, batch="cut: NAME; cut on axis 1: NAME" (--batch).'
-            )
+        second = path in self._second
+        where = f" If its samples are on axis 1, {_BY_HAND.format(self._text({path: 1}))}." if second else ""
+        where += f" {self.guess}." if self.guess else ""
         return (
             f"{self._told(path)} has not one entry per sample, so it would travel whole to every worker, and {how}: what "
             "belongs to single samples, or names positions in the batch, would be wrong in a part of the batch. Join it on the "

@@ -13,6 +13,7 @@ from guava_nb.data.split import SplitFunction
 from guava_nb.errors import ClusterError, ConfigError, WorkerLost
 from guava_nb.evaluation.batch_orders import Question
 from guava_nb.evaluation.passes import Progress, pass_over
+from guava_nb.evaluation.validation import Validation
 from guava_nb.processes.interrupts import interrupts_call
 from guava_nb.sync.replica_set import GroupLost, ReplicaSet
 
@@ -57,6 +58,8 @@ def ask(
             replica_set.look_at(feed)
             _bring_up(job, replica_set)
             walk.run(feed, question, skip_batches=skip_batches, progress=progress)
+            for note in question.notes().values() if isinstance(question, Validation) else ():
+                cluster.notice(note)
         except BaseException as error:
             walk.leave(grace_s if isinstance(error, StopRequested) else 0.0)
             raise

@@ -5,6 +5,7 @@ Everything wrong with it is found here, on the orchestrator, before any worker i
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -16,7 +17,7 @@ from guava_nb.errors import ConfigError, GuavaError, PreparationError
 from guava_nb.protocol.messages import Factory, MetricSpec
 from guava_nb.replica.metrics import Merge, build_metric, is_torchmetric, merge_of
 from guava_nb.spec.cells import resolve
-from guava_nb.spec.run_spec import factory_name, plain_arguments
+from guava_nb.spec.run_spec import factory_for, factory_name, plain_arguments
 
 __all__ = ["Metrics", "merges_for", "metric_specs"]
 
@@ -78,6 +79,8 @@ def _named(metrics: Metrics | None) -> list[tuple[str, Any]]:
 def _name_of(metric: Any) -> str:
     if isinstance(metric, tuple) and metric:
         return _name_of(metric[0])
+    if isinstance(metric, functools.partial):
+        return _name_of(metric.func)
     if isinstance(metric, str):
         return metric.rpartition(":")[2].rpartition(".")[2]
     return str(getattr(metric, "__name__", type(metric).__name__))
@@ -92,7 +95,7 @@ def _factory(name: str, metric: Any, shared: ModuleType | None) -> Factory:
             f"metric {name!r} is a {type(reference).__name__}; give a function of (outputs, targets), a torchmetrics metric, or "
             "(class, {arguments})"
         )
-    return Factory(factory_name("metric", reference, shared), plain_arguments("metric", args))
+    return factory_for("metric", reference, args, shared)
 
 
 def _factory_of(name: str, metric: Any, shared: ModuleType | None) -> Factory:

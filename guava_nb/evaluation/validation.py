@@ -106,6 +106,17 @@ class Validation:
             metrics={spec.name: merge.result() for spec, merge in zip(self._specs, self._merges, strict=True)},
         )
 
+    def notes(self) -> dict[str, str]:
+        """Return what to know of metrics whose figure over all batches need not be what it seems to be, by name."""
+        return {
+            spec.name: f"metric {spec.name!r} is no mean over its rows: it gives {merge.no_mean[0]:.4g} of a batch, and "
+            f"{merge.no_mean[1]:.4g} as the mean of the halves of that batch. What is shown is the mean of its values of the "
+            "batches, weighted by their rows, not its value of all samples together. For that let it return (sum, count) where "
+            "it is a sum over a count, else give a torchmetrics metric, or take the outputs from predict(raw=True)"
+            for spec, merge in zip(self._specs, self._merges, strict=True)
+            if merge.no_mean
+        }
+
 
 def _added(total: Any, more: Any) -> Any:
     """A sum that has no meaning once a part of it has none."""

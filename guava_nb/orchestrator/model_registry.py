@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +13,7 @@ from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.model.wrappers import unwrapped
 from guava_nb.replica.state_dict import parameter_hash
 from guava_nb.spec.cells import SourceLedger, build_module, resolve
-from guava_nb.spec.run_spec import factory_name, plain_arguments
+from guava_nb.spec.run_spec import factory_for
 from guava_nb.spec.training_options import Reference
 from guava_nb.training import checkpoint
 
@@ -21,10 +21,15 @@ __all__ = ["ModelRegistry"]
 
 
 class ModelRegistry:
-    """The shared cells of a session and its registered model."""
+    """The shared cells of a session and its registered model.
 
-    def __init__(self) -> None:
+    Args:
+        notice: takes a sentence for the user.
+    """
+
+    def __init__(self, notice: Callable[[str], None] = lambda sentence: None) -> None:
         """Nothing is shared or registered yet."""
+        self._notice = notice
         self._ledger = SourceLedger()
         self._built: tuple[str, ModuleType] | None = None
         self._factory: Factory | None = None
@@ -76,9 +81,13 @@ class ModelRegistry:
             has the same weights as then.
         """
         if not isinstance(model, torch.nn.Module):
-            factory, self._reference = self.factory_of(model, args), model
-            if factory != self._factory:
-                self._factory, self._instance = factory, None
+            named, self._reference = self.factory_of(model, args), model
+            if named == self._factory and self._instance is not None:
+                self._notice(
+                    f"the model is {named.name} as it is built now: the instance of it that was registered before is where "
+                    "training starts no more, nor what says which parameters are frozen. For that register it again"
+                )
+            self._factory, self._instance = named, None
             return False
         instance = unwrapped(model)
         if reason := _cannot_be_built(instance):
@@ -98,7 +107,7 @@ class ModelRegistry:
             SourceError: it exists only here.
             ConfigError: an argument cannot travel.
         """
-        return Factory(factory_name("model", model, self.shared()), plain_arguments("model", args))
+        return factory_for("model", model, args, self.shared())
 
     def reference_of(self, factory: Factory | None) -> Reference | type | None:
         """Return what the user gave for the model of this record; None where it was not registered."""

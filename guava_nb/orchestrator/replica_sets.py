@@ -20,6 +20,7 @@ from guava_nb.orchestrator.left_state import LeftState
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.orchestrator.run_record import LastRun, RunRecord
+from guava_nb.parallel.replicas.buffer_policy import unused_in
 from guava_nb.protocol.messages import EndRun, RunSpec
 from guava_nb.replica.model.pretrained import load_pretrained, pinned
 from guava_nb.replica.replica import Replica
@@ -192,6 +193,7 @@ class ReplicaSets:
         if start is not None:
             for note in from_checkpoint(replica_set, plan, *start):
                 self._notices.add(note, "run")
+        _check_buffers(replica_set)
         check_schedule(replica_set, plan, lambda sentence: self._notices.add(sentence, "run"))
         for note in notes_on(replica_set, plan, options.precision):
             self._notices.add(note, "run")
@@ -349,6 +351,7 @@ class ReplicaSets:
         trained = start is not None or (last is not None and goes_on(replica_set, last))
         if start is not None or not trained:  # where the last run's schedule stands, its workers know
             check_schedule(replica_set, plan, lambda sentence: None)
+        _check_buffers(replica_set)
         return replica_set, trained
 
     def for_trial(self, composed: Composed, spec: RunSpec, run_id: str) -> ReplicaSet:
@@ -469,6 +472,11 @@ def _load(made: ReplicaSet, weights: str | Path, notices: Notices) -> None:
     if added:
         names = ", ".join(added[:3]) + (f" and {len(added) - 3} more" if len(added) > 3 else "")
         notices.add(f"not in {weights}, begins as the model is built: {names}", "run")
+
+
+def _check_buffers(replica_set: ReplicaSet) -> None:
+    if unused := unused_in(replica_set.spec.buffers, replica_set.master.model):
+        raise ConfigError(f"buffers (--buffers) names {unused[0]!r}, and no buffer of the model is called so")
 
 
 def _like(replica_set: ReplicaSet) -> Replica:

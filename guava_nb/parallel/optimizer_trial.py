@@ -267,6 +267,13 @@ def _difference(first: Mapping[str, Tensor], whole: _Played, found: _Played, par
         if of_other_shape
         else f"it gave {name!r} other numbers when it got {part.what}"
     )
+    if (
+        not part.is_cut and part.owned is None and hasattr(torch.optim, found.name)
+    ):  # each of torch's looks at one at a time
+        return (
+            f"the function that makes {found.name} goes by the place of a parameter among the others, or by their number (a "
+            f"learning rate for each layer, say): tried on small stand-ins, {how}. Let it go by the names, or use data mode"
+        )
     clip = "; to clip, max_grad_norm= (--clip) counts all gradients in every mode" if "hooks" in whole.name else ""
     return (
         f"{found.name} looks at whole parameters, or at several at once: tried on small stand-ins, {how}. "

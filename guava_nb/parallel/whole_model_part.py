@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from guava_nb.errors import TrainingError
 from guava_nb.nested import AxisOf
+from guava_nb.parallel.step_errors import explained
 from guava_nb.parallel.foreign_use import PartsInUse
 from guava_nb.parallel.loss_interface import Forward, Measured, Objective, Observer, Predicted, measured
 from guava_nb.parallel.module_state import evaluating
@@ -134,8 +135,8 @@ class WholeModelPart:
             (value * (loss.weight * factor * self._data.factor)).backward()  # type: ignore[no-untyped-call]
         except BaseException as error:
             self._data.recover()
-            if self._data.sharded and (why := _unlike_whole(error)):
-                raise TrainingError(f"{why}: use data mode or zero_stage=1 (--zero 1)") from error
+            if (told := explained(error, self._data.sharded is not None)) is not None:
+                raise told from error
             raise
         self._data.end()
         self._rows += rows
@@ -226,15 +227,3 @@ class WholeModelPart:
         self._data.loaded()
         if optimizer is not None:
             self._holding.load_optimizer(self.optimizer, self._members, optimizer)
-
-
-def _unlike_whole(error: BaseException) -> str:
-    """Say which use of a model of which each worker holds a part torch has refused; "" for any other error."""
-    if isinstance(error, RuntimeError) and "storage of size 0" in str(error):
-        return (
-            "ZeRO 2 and 3 give a layer's parameters back after its forward, and the step needs them once more (a gradient of a "
-            "gradient, as in a gradient penalty)"
-        )
-    if isinstance(error, AssertionError) and "does not support deepcopy" in str(error):
-        return "the step copies the model (copy.deepcopy), and with ZeRO 2 and 3 each worker holds a part of it only"
-    return ""

@@ -52,7 +52,7 @@ _WORDS = (sys.executable, "-m", "guava_nb.worker.process")
 TAIL_LINES = 120
 #: Bytes of output read at once; characters after which a worker's log file grows no more.
 _BLOCK_BYTES, MAX_LOG_CHARS = 64 << 10, 64 << 20
-#: Times that the process of a worker is replaced after it lost its device: more often, the cause comes again.
+#: Times that a worker's process is replaced that lost its device or was blocked for ever: more often, the cause comes again.
 MOST_REPLACED = 3
 
 
@@ -146,7 +146,7 @@ class WorkerHandle:
             status = self._follow(log)
             while status == EXIT_AGAIN and self._replaced < MOST_REPLACED and not (self._killed or self._leaves):
                 self._replaced += 1
-                cause = f"its process lost its device ({self._last['detail']}) and is replaced"
+                cause = f"its process is of no more use ({self._last['detail']}) and is replaced"
                 self._last = {
                     "state": "starting",
                     "step": -1,

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from guava_nb.errors import LocalProtocolError, TrainingError
 from guava_nb.parallel.replicas.buffer_policy import change_of, is_lost, is_statistic, lost_text, policy_of, taken
+from guava_nb.parallel.state.full_state import local_part
 from guava_nb.replica.buckets import Bucket, pack_present, present_at
 
 __all__ = ["BufferBook"]
@@ -251,7 +252,8 @@ class BufferBook:
 
     def first_not_finite(self) -> str:
         """Return the name of the first moved buffer with NaN or Inf, "" when there is none."""
-        return next((name for name, one in self.moved_numbers().items() if not bool(torch.isfinite(one).all())), "")
+        moved = ((name, local_part(one)) for name, one in self.moved_numbers().items())
+        return next((name for name, one in moved if not bool(torch.isfinite(one).all())), "")
 
     def counted(self, policies: str) -> dict[str, Tensor]:
         """Return the buffers of few whole numbers that have changed since the run was built, with no policy for them."""
@@ -293,12 +295,16 @@ class BufferBook:
     def _differs(self, index: int) -> bool:
         live, saved = self._live(index), self._saved[index]
         is_marked = _mark(live) != self._marks[index]
+        if isinstance(live, DTensor) is not isinstance(saved, DTensor):
+            return is_marked  # gathered for a forward that raised, see `_replace`
         if is_marked and isinstance(live, nn.Parameter):
             return True  # a comparison of each would wait for the device
         if not (is_marked or self._shards <= LEARNING_SHARDS or index in self._movers):
             return False
         if live.shape != saved.shape or live.dtype != saved.dtype:
             return True
+        # Of a sharded one this rank's rows: a comparison of the whole waits for all ranks, which may never come here.
+        live, saved = local_part(live), local_part(saved)
         # A NaN that was there before is no change.
         return not (torch.equal(live, saved) or bool(((live == saved) | (live.isnan() & saved.isnan())).all()))
 

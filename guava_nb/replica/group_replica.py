@@ -36,7 +36,7 @@ from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.model.build import begin_training, build_model, compile_modules, place_model
 from guava_nb.replica.model.forward_writes import ForwardWrites
 from guava_nb.replica.model.gradient_hooks import GradientHooks
-from guava_nb.replica.model.parameter_watch import GradientSwitches
+from guava_nb.replica.model.parameter_watch import GradientSwitches, ParameterWatch
 from guava_nb.replica.objective import build_criterion, scoring
 from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.replica.outputs import inputs_of
@@ -127,6 +127,7 @@ class GroupReplica(BaseReplica):
             for stage in self.part.model.children():
                 stage.register_forward_hook(lambda stage, *_: writes.piece(stage))
         self._switches = GradientSwitches(self.part.named)
+        self._watch = ParameterWatch(self.part.model, by_name=shape.zero_stage >= 2)
         self._use_optimizer(self.part.optimizer)
         self._buffers = BufferBook(self.part.model, build_layout(self.part.model, self._spec.bucket_bytes).buffers)
 
@@ -202,6 +203,7 @@ class GroupReplica(BaseReplica):
                 self._read(batch, rows, work.axes[number - 1] if work.axes else b"")
                 taken = _taken(part, batch)
                 sums.append(self._train_part(part, taken, rows, factor, last=number == len(parts)))
+        self._watch.check()
         frozen = self._switches.frozen() if any(rows for _, rows in parts) else None
         self._buffers.refuse_resized(shared=True)
         self._buffers.put_in_place()

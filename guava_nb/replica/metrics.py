@@ -1,9 +1,10 @@
 """Figures of a validation beside loss and accuracy: measured batch by batch on the workers, put together at the hub.
 
 Two kinds. A *function* `metric(outputs, targets)` returns a mean over its rows, or (sum, count); the result is the sum of
-sums over the sum of counts. A *torchmetrics* metric is reset before every batch and the states of all batches are merged
-by the metric's own reductions, so each batch counts exactly once, whoever measured it. torchmetrics is recognised by what
-its metrics have, and never imported from here.
+sums over the sum of counts. One whose value of a batch is not the mean of its parts (F1, a correlation) is told: the result is
+then the mean of the batches' values. A *torchmetrics* metric is reset before every batch and the states of all batches are
+merged by the metric's own reductions, so each batch counts exactly once, whoever measured it. torchmetrics is recognised by
+what its metrics have, and never imported from here.
 
 Merging is in the order of the loader's batches. Sums are added one by one, as a metric that had seen all batches in one
 process would have done; so its result is the same to the last bit.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,12 +23,16 @@ import torch
 from torch import Tensor
 
 from guava_nb.errors import ConfigError, GuavaError, TrainingError
+from guava_nb.nested import axes_by_length, cut_parts, leaves, sliced
 from guava_nb.protocol.messages import MetricSpec
 from guava_nb.spec.factories import Resolve, build, find
 
 __all__ = ["Measure", "Merge", "build_metric", "build_metrics", "is_torchmetric", "merge_of", "plain_result"]
 
 Metric = Any  # a function, or a metric of torchmetrics
+
+#: Batches of which a function's value is compared with that of their halves.
+_COMPARED_BATCHES = 3
 
 
 def is_torchmetric(value: Any) -> bool:
@@ -108,11 +114,13 @@ class Measure:
     def __init__(self, name: str, metric: Metric, device: torch.device) -> None:
         self._name = name
         self._metric = metric.to(device) if is_torchmetric(metric) and hasattr(metric, "to") else metric
+        self._to_compare = _COMPARED_BATCHES
         self.begin()
 
     def begin(self) -> None:
         """Forget the batch before."""
         self._sum = self._count = 0.0
+        self._no_mean: list[float] = []
         if is_torchmetric(self._metric):
             self._metric.reset()
 
@@ -125,9 +133,29 @@ class Measure:
         if is_torchmetric(self._metric):
             self._metric.update(outputs, targets)
             return
-        value, count = self._read(self._metric(outputs, targets), rows)
+        result = self._metric(outputs, targets)
+        value, count = self._read(result, rows)
         self._sum += value
         self._count += count
+        if self._to_compare and rows > 1 and not isinstance(result, list | tuple):
+            self._to_compare -= 1
+            self._no_mean = self._no_mean or self._compared(outputs, targets, rows, _number(result))
+
+    def _compared(self, outputs: Any, targets: Any, rows: int, value: float) -> list[float]:
+        """Return a function's value of a batch, and the mean of those of its halves where that is another one; else nothing."""
+        ranges = [(0, rows // 2), (rows // 2, rows)]
+        try:
+            halves = cut_parts(
+                (outputs, targets), axes_by_length(rows), lambda part, axis: [sliced(part, axis, *r) for r in ranges], 2
+            )
+            values = [_number(self._metric(*half)) for half in halves]
+            again = _number(self._metric(outputs, targets))
+        except Exception:  # the user's function takes no halves
+            return []
+        mean = sum(one * (stop - start) for one, (start, stop) in zip(values, ranges, strict=True)) / rows
+        close = _rounding(outputs)
+        # One that draws random numbers gives another value of the same batch, and nothing is known of it.
+        return [] if again != value or math.isclose(value, mean, rel_tol=close, abs_tol=close) else [value, mean]
 
     def _read(self, result: Any, rows: int) -> tuple[float, float]:
         pair = result if isinstance(result, list | tuple) and len(result) == 2 else None
@@ -145,8 +173,16 @@ class Measure:
     def state(self) -> Any:
         """Return what this batch came to, as plain data with tensors on the CPU."""
         if not is_torchmetric(self._metric):
-            return [self._sum, self._count]
+            return [self._sum, self._count, *self._no_mean]
         return {name: _on_cpu(getattr(self._metric, name)) for name in self._metric._reductions}
+
+
+def _rounding(outputs: Any) -> float:
+    """How unlike two values of these outputs may be by rounding alone."""
+    return (
+        max((4 * torch.finfo(one.dtype).eps for one in leaves(outputs) if one.dtype.is_floating_point), default=0.0)
+        + 1e-5
+    )
 
 
 def _number(value: Any) -> float:
@@ -165,15 +201,21 @@ def _on_cpu(value: Any) -> Any:
 
 
 class Merge:
-    """Puts the states of a function's batches together."""
+    """Puts the states of a function's batches together.
+
+    Attributes:
+        no_mean: the function's value of a batch, and the mean of those of its halves, where these differ; else empty.
+    """
 
     def __init__(self) -> None:
         self._sum = self._count = 0.0
+        self.no_mean: Sequence[float] = ()
 
     def add(self, state: Any) -> None:
         """Add the next batch."""
         self._sum += state[0]
         self._count += state[1]
+        self.no_mean = self.no_mean or state[2:4]
 
     def result(self) -> Any:
         """Return the figure over all batches; NaN when nothing was counted."""

@@ -273,7 +273,10 @@ def build_scheduler(factory: Factory | None, optimizer: Optimizer, resolve: Reso
             f"scheduler {name!r} returned a {type(made).__name__}; it must return a torch learning-rate scheduler"
         )
     if follows_metric(made) and interval == "step":
-        raise ConfigError(f'{type(made).__name__} follows a metric: use scheduler_interval="validation"')
+        raise ConfigError(
+            f'{type(made).__name__} follows a metric: use scheduler_interval="validation" (--scheduler-interval validation), or '
+            '"epoch", which follows the loss of training where nothing is validated'
+        )
     return Schedule(made, interval)
 
 

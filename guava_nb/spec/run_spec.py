@@ -33,6 +33,7 @@ from guava_nb.spec.training_options import Reference, TrainingOptions, option_in
 
 __all__ = [
     "build_spec",
+    "factory_for",
     "factory_name",
     "mode_of",
     "parallel_spec",
@@ -56,9 +57,14 @@ def plain_arguments(what: str, arguments: Mapping[str, Any] | None) -> dict[str,
         try:
             msgspec.msgpack.encode(value)
         except (TypeError, OverflowError) as error:
+            way = (
+                "Give a list of its numbers, .tolist(), if that will do; else make"
+                if hasattr(value, "tolist")
+                else "Make"
+            )
             raise ConfigError(
                 f"{what}: argument {name!r} is a {type(value).__name__}, and only numbers, text, bools, None, lists and dicts "
-                "travel to workers. Make the object inside a function of a %%guava_share cell and name that function"
+                f"travel to workers. {way} the object inside a function of a %%guava_share cell and name that function"
             ) from error
     return plain
 
@@ -113,14 +119,17 @@ def _refuse_another(what: str, reference: object, name: str) -> None:
     )
 
 
-def _factory(what: str, ref: Reference, args: Mapping[str, Any] | None, shared: ModuleType | None) -> Factory:
+def factory_for(what: str, ref: Reference, args: Mapping[str, Any] | None, shared: ModuleType | None) -> Factory:
+    """Return the record from which workers make something; errors as for `factory_name` and `plain_arguments`."""
     if isinstance(ref, str) and "(" in ref:
         option = {"criterion": "loss"}.get(what, what)
         raise ConfigError(
             f"{what} {ref!r}: give the name alone, {ref.partition('(')[0]}, and its arguments beside it: {what}_args={{...}}, "
             f"in a notebook --{option}-args as JSON"
         )
-    if isinstance(ref, partial) and not ref.args:  # functools.partial(F.cross_entropy, label_smoothing=0.1)
+    if isinstance(ref, partial):  # functools.partial(F.cross_entropy, label_smoothing=0.1)
+        if ref.args:
+            raise ConfigError(f"{what} is a functools.partial with arguments that have no names: give them by name")
         args, ref = {**ref.keywords, **(args or {})}, ref.func
     return Factory(factory_name(what, ref, shared), plain_arguments(what, args))
 
@@ -344,7 +353,7 @@ def _factories(
         if name == "optimizer":
             arguments = optimizer_arguments(reference, arguments, config, shared)
         absent = reference is None and name != "optimizer"  # there always is one
-        made[name] = None if absent else _factory(name, reference, arguments, shared)
+        made[name] = None if absent else factory_for(name, reference, arguments, shared)
     return made
 
 

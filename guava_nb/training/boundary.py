@@ -118,6 +118,7 @@ class Boundary:
         """Nothing was saved yet, and no validation done."""
         self._saved_at, self._validated_at = time.monotonic(), -1
         self._told_no_figure = False
+        self._told_metrics: set[str] = set()
 
     def mark_due(self, issued: int, num_steps: int = 1) -> None:
         """Note what shall follow when so many optimizer steps of the run are issued, `num_steps` of them just now."""
@@ -188,13 +189,19 @@ class Boundary:
         with self.budget_gate.validation():
             self.walk.run(self.plan.val_feed, question)
         result = question.result()
+        notes = {name: note for name, note in question.notes().items() if name not in self._told_metrics}
+        self._told_metrics |= notes.keys()
+        for note in notes.values():
+            self.membership.cluster.notice(note)
         record = {"step": self.accounting.steps, **result.record()}
         self.run.add_validation(record)
         self.run.move("training")
         self.tick("validation", record)
         self._note_best()
         self.accounting.call("on_validation", record)
-        if why := self.plan.is_out_of_patience(self.run.validations):
+        steps, total = self.accounting.steps - self.accounting.first_step, self.run.total_steps
+        is_early = total is None or steps < total
+        if is_early and (why := self.plan.is_out_of_patience(self.run.validations)):
             self.membership.cluster.notice(f"{self.run.run_id} ends early by its {why}")
             self.stop(why)
 

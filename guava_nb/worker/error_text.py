@@ -5,10 +5,13 @@ A report that cannot be sent would end the worker, and then every other one that
 
 from __future__ import annotations
 
+import re
+
 from guava_nb.errors import GuavaError
+from guava_nb.protocol.messages import RunSpec
 from guava_nb.worker.user_traceback import user_traceback
 
-__all__ = ["NOTE", "DeviceLost", "error_text", "loses_device", "problem_text", "sendable", "trace_text"]
+__all__ = ["NOTE", "DeviceLost", "advised_text", "error_text", "loses_device", "problem_text", "sendable", "trace_text"]
 
 #: Longest sentence and longest traceback that are sent; of a traceback the end tells most.
 MAX_TEXT_CHARS = 10_000
@@ -52,6 +55,36 @@ NOTE = (
     "cause is a target or an index out of range, such as a class number that the output does not have: the same batch on the CPU "
     "names it"
 )
+
+
+#: How torch begins to say that numbers of two kinds met.
+_UNLIKE_DTYPES = re.compile(
+    r"mat1 and mat2 must have the same dtype|m1 and m2 to have the same dtype|Input type \(|RNN input dtype|Found dtype"
+)
+_FLOAT64 = re.compile(r"\b(double|float64)\b", re.IGNORECASE)
+_WHOLE = re.compile(r"\b(unsigned char|byte|char|short|int|long|u?int(8|16|32|64))\b", re.IGNORECASE)
+
+
+def advised_text(error: BaseException, spec: RunSpec | None) -> str:
+    """Return what an error says of itself, and what to do where batches have other kinds of numbers than the model of a run."""
+    advice = _dtype_advice(error, "" if spec is None else spec.precision)
+    return f"{error_text(error)}. {advice}" if advice else error_text(error)
+
+
+def _dtype_advice(error: BaseException, precision: str) -> str:
+    text = str(error) if isinstance(error, RuntimeError | ValueError | TypeError) else ""
+    if "must be Tensor, not numpy" in text:
+        return "Batches arrive as they were made, so make tensors in the data set or in preprocess (torch.as_tensor)"
+    if not _UNLIKE_DTYPES.search(text):
+        return ""
+    if _FLOAT64.search(text) and precision != "fp64":
+        return (
+            "Double is float64, which is what NumPy makes of decimal numbers. To compute in it, train with precision='fp64' "
+            "(--precision fp64); else make float32 of the data, in the data set or in preprocess (inputs.float())"
+        )
+    if _WHOLE.search(text):
+        return "Whole numbers met floating-point ones: make floats of them in the data set or in preprocess (inputs.float())"
+    return ""
 
 
 class DeviceLost(GuavaError):

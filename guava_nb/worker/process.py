@@ -21,6 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from guava_nb.processes.nursery import serve
@@ -81,7 +82,7 @@ def _work(order: dict[str, Any]) -> int:
         def new_member() -> WorkerSession:
             return WorkerSession(
                 code, pick_device(order["device"]), order["name"], identity=bytes.fromhex(order["identity"]),
-                report=report, options=link_options(config),
+                report=report, options=link_options(config), on_stuck=partial(_end_blocked, report),
             )  # fmt: skip
 
         listen = order["listen"]
@@ -96,6 +97,12 @@ def _work(order: dict[str, Any]) -> int:
                 finish()
     report("left", -1, reason)
     return EXIT_OK
+
+
+def _end_blocked(report: Callable[[str, int, str], None], reason: str) -> None:
+    """End this process, whose loop never will; another takes its place."""
+    report("failed", -1, reason)
+    os._exit(EXIT_AGAIN)
 
 
 def _teller() -> Tell:

@@ -27,6 +27,9 @@ class GroupSeat:
     Args:
         endpoint: this process's way to the hub's relay and store.
         device: where tensors live.
+
+    Attributes:
+        is_woken: the present group was given up, and whoever waits in it was woken.
     """
 
     def __init__(self, endpoint: Endpoint, device: torch.device) -> None:
@@ -38,6 +41,7 @@ class GroupSeat:
         self._broken = ""  # why the present group is given up; "" while it stands
         self._applying = False
         self._generation = -1  # an abort up to here came
+        self.is_woken = False
 
     @property
     def is_direct(self) -> bool:
@@ -61,7 +65,7 @@ class GroupSeat:
         with self._lock:
             if order.generation <= self._generation:
                 raise GroupBroken("the group was given up before it was formed")
-            self._formed, self._broken = order, ""
+            self._formed, self._broken, self.is_woken = order, "", False
         if order.backend == "guava":
             if order.machines:
                 let_nccl_fail_softly()
@@ -141,6 +145,7 @@ class GroupSeat:
             direct.wake()
         elif formed.machines:
             abort_nccl(self._device)
+        self.is_woken = True
 
     @contextmanager
     def applying(self) -> Iterator[None]:

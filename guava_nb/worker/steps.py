@@ -44,7 +44,7 @@ from guava_nb.row_cache.reader import Load
 from guava_nb.telemetry import BACKWARD, EXCHANGE, FORWARD, UPDATE, WAITING, PhaseBook
 from guava_nb.telemetry.energy_reporter import EnergyReporter
 from guava_nb.worker.device_prefetch import DevicePrefetch, copier_for
-from guava_nb.worker.error_text import NOTE, error_text, loses_device, trace_text
+from guava_nb.worker.error_text import NOTE, advised_text, loses_device, trace_text
 from guava_nb.worker.pending_steps import LocalStep, PendingSteps
 from guava_nb.worker.preparation import USER_ERRORS, PreparedRun, Send
 from guava_nb.worker.process_group import GroupSeat
@@ -463,15 +463,15 @@ class StepRunner:
             rows: samples of the shard in work, if it was one.
             notes: what may have led to it.
         """
-        (doing, step), generation = at, self._built_in
+        (doing, step), generation, run = at, self._built_in, self._run
         if loses_device(error):
             notes, self.lost_device = (NOTE,), str(error).splitlines()[0]
-        text = ". ".join([self.lost_device or error_text(error), *notes])
+        text = ". ".join([self.lost_device or advised_text(error, None if run is None else run.spec), *notes])
         if self._seat is not None and self._seat.broken_by(error):
             kind = FailureKind.GROUP if kind is FailureKind.USER else FailureKind.TORN
             generation = self._seat.formed_in
         elif doing:
-            unit = "step" if self._run is None or self._run.spec.rounds is None else "round"
+            unit = "step" if run is None or run.spec.rounds is None else "round"
             text += f" ({doing.format(unit, step + 1)})"
         if isinstance(error, torch.OutOfMemoryError | MemoryError) and kind is FailureKind.USER:
             kind = FailureKind.MEMORY

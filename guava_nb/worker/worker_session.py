@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from guava_nb.backend import Endpoint
+from guava_nb.backend.stuck_watch import StuckWatch
 from guava_nb.errors import GuavaError, JoinCodeError, JoinRefused, LinkBroken, LinkClosed, LinkTimeout
 from guava_nb.link.dialler import IDENTITY_BYTES, Backoff, DialledSession, dial
 from guava_nb.link.options import LinkOptions
@@ -58,6 +59,7 @@ class WorkerSession:
         name: wanted name; the orchestrator makes it unique.
         own: what lives in the calling process, its model trained in place; None for a worker that builds everything.
         report: called on every change of state; from any thread.
+        on_stuck: ends this process, for this reason, where its loop is blocked for ever; None: it is not ours to end.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class WorkerSession:
         identity: bytes | None = None,
         options: LinkOptions | None = None,
         report: Report = lambda state, step, detail: None,
+        on_stuck: Callable[[str], None] | None = None,
     ) -> None:
         """Prepare; `run` dials."""
         self._code, self._options = code, options or LinkOptions()
@@ -85,7 +88,8 @@ class WorkerSession:
         self._away = ""  # what it waits for while the orchestrator is away
         self._telling = threading.Lock()
         self._endpoint = Endpoint(self._send, self._hello.name)
-        self._seat = GroupSeat(self._endpoint, device)
+        self._seat, self._on_stuck = GroupSeat(self._endpoint, device), on_stuck
+        self._stuck_watch = StuckWatch(lambda: self._seat.is_woken, self._give_up)
         self._prober = PathProbe(self._send)
         self._lines = LineProbe(lambda: self._code, self._options, self._send)
         self._work = OwnWork(self._hello.device, self._hello.device_name)
@@ -202,8 +206,15 @@ class WorkerSession:
         self._prober.close()
         self._energy.close()
 
+    def _give_up(self, reason: str) -> None:
+        """The loop is blocked for ever: leave, so that nobody waits for it."""
+        if self._on_stuck is not None and self._session is not None:
+            self._session.close(reason)
+            self._on_stuck(reason)
+
     def _work_on(self) -> str:
         assert self._session is not None
+        self._stuck_watch.works_here()
         try:
             left = self.loop.run()
         finally:
@@ -263,6 +274,9 @@ class WorkerSession:
                 return
             if isinstance(event.message, Abort):  # the loop may be blocked in the group: wake it first
                 self._seat.abort(event.message.generation, event.message.reason)
+                is_out, done = self._stuck_watch.begin(), event.done
+                self.loop.post(event.message, memoryview(event.payload), lambda: (is_out(), done())[1])
+                return
             self.loop.post(event.message, memoryview(event.payload), event.done)
         elif isinstance(event, SessionClosed):
             self._closed = self._closed or (event.cause, event.by_peer)

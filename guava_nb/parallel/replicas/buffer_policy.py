@@ -37,6 +37,7 @@ __all__ = [
     "numbers",
     "policy_of",
     "taken",
+    "unused_in",
     "way_of",
 ]
 
@@ -195,6 +196,13 @@ def policy_of(buffers: str, name: str) -> str:
         if not found and fnmatchcase(name, pattern.strip() or "*"):
             found = policy.strip()
     return found or "auto"
+
+
+def unused_in(buffers: str, model: nn.Module) -> list[str]:
+    """Return the patterns of the option `buffers` that fit no buffer of a model, and no parameter that is followed as one."""
+    names = [name for name, _ in model.named_buffers()] + [name for name, _ in followed_parameters(model)]
+    patterns = (part.strip().rpartition("=")[0].strip() for part in buffers.split(","))
+    return [one for one in patterns if one and not any(fnmatchcase(name, one) for name in names)]
 
 
 def way_of(

@@ -18,9 +18,9 @@ __all__ = ["GradientSwitches", "ParameterWatch", "forward_changes"]
 class ParameterWatch:
     """A model's parameters as they were when this was made."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Take the present parameters as the right ones."""
-        self._model = model
+    def __init__(self, model: nn.Module, by_name: bool = False) -> None:
+        """Take the present parameters as the right ones; `by_name`: torch puts others under their names, as FSDP2 does."""
+        self._model, self._same = model, _same_names if by_name else _same
         self._named = dict(model.named_parameters())
         self._modules = [(module, dict(module._parameters), dict(module._modules)) for module in model.modules()]
 
@@ -30,14 +30,15 @@ class ParameterWatch:
         Raises:
             TrainingError: a parameter came, went or was replaced.
         """
-        if any(not (_same(m._parameters, own) and _same(m._modules, children)) for m, own, children in self._modules):
+        same = self._same
+        if any(not (same(m._parameters, own) and same(m._modules, children)) for m, own, children in self._modules):
             self._compare()
 
     def _compare(self) -> None:
         now = dict(self._model.named_parameters())
         for name in dict.fromkeys([*self._named, *now]):
             known = self._named.get(name)
-            if now.get(name) is not known:
+            if now.get(name) is not known and not (self._same is _same_names and known is not None and name in now):
                 what = "was added" if known is None else "was replaced" if name in now else "was removed"
                 raise TrainingError(
                     f"parameter {name!r} {what} during the run, and neither the optimizer nor other workers know of that: make "
@@ -97,3 +98,7 @@ class GradientSwitches:
 def _same(now: Mapping[str, object], before: Mapping[str, object]) -> bool:
     # At each module in each step: no Python per part. Tensors are not compared by value.
     return [*now, *map(id, now.values())] == [*before, *map(id, before.values())]
+
+
+def _same_names(now: Mapping[str, object], before: Mapping[str, object]) -> bool:
+    return [*now] == [*before]

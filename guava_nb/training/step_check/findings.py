@@ -116,6 +116,21 @@ class Verdict:
     is_refused: bool = False
 
 
+#: What a loss needs that compares samples.
+_TOGETHER = (
+    "gather what it compares (from guava_nb import gather_batch; z = gather_batch(z)), or have one worker do each batch "
+    "whole: shares=[1, 0] (--shares 1,0; a 0 for each further worker)"
+)
+_TOGETHER_IN_STAGES = "take a mode without stages, or --micro-batches 1"
+_WRONG_WEIGHTS = (
+    "The gradients of the pieces are right, but they count with wrong weights: return (loss_sum, count) instead of a mean, where "
+    "count is what the mean divides by, such as the targets that are not ignored. A loss that is no sum over a count (the root "
+    "of a mean, say) needs its samples together:"
+)
+_WRONG_SUM = (
+    "The loss adds up its samples, and what a step or an own criterion returns is taken for a mean over them, so each piece "
+    "counts by its share only: return (loss_sum, count) for a mean, or (loss, None) for this sum as it is"
+)
 #: Modules that a message names.
 _MOST_HOOKED = 3
 
@@ -203,6 +218,8 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
             f"a piece cannot be computed without the rest of the batch ({answer.problem}){_whole_parts(question)}. Where parts "
             "refer to positions in the batch, give a function that cuts it (split_fn), or make a list with one entry per sample"
         )
+        if guess := question.splitter.reading.guess:
+            yield guess
         return
     measured = (
         f"the loss is {answer.loss[0]:.6g} whole and {answer.loss[1]:.6g} cut, the gradient differs by "
@@ -216,16 +233,11 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
             "set_mode(..., sync_batchnorm=True) (%guava_mode --sync-batchnorm on) lets them see all samples"
         )  # fmt: skip
         yield f"Batch norms see their own piece of a batch only: {cure}"
+    together = _TOGETHER_IN_STAGES if pipeline else _TOGETHER
     if WEIGHTS in answer.causes:
-        yield (
-            "The gradients of the pieces are right, but they count with wrong weights: return (loss_sum, count) instead of a "
-            "mean, where count is what the mean divides by, such as the targets that are not ignored"
-        )
+        yield f"{_WRONG_WEIGHTS} {together}"
     if SUM in answer.causes:
-        yield (
-            "The loss adds up its samples, and what a step or an own criterion returns is taken for a mean over them, so each "
-            "piece counts by its share only: return (loss_sum, count) for a mean, or (loss, None) for this sum as it is"
-        )
+        yield _WRONG_SUM
     if BACKWARD in answer.causes:
         yield (
             "The step calls backward() by itself, and that gradient counts in full for each piece, not by its share of the "
@@ -235,7 +247,7 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
     if COUPLED in answer.causes:
         if other := question.splitter.reading.on_second_axis(question.content):
             yield other
-        yield from _about_coupling(question, "take a mode without stages, or --micro-batches 1" if pipeline else "")
+        yield from _about_coupling(question, together, () if pipeline else answer.moved)
     yield from _about_python(spec, question, answer)
     yield from _about_buffers(spec, answer)
 
@@ -313,18 +325,19 @@ def _is_pipeline(spec: RunSpec) -> bool:
     return spec.parallel is not None and spec.parallel.pp > 1 and spec.parallel.micro_batches > 1
 
 
-def _about_coupling(question: Question, way: str) -> Iterator[str]:
+def _about_coupling(question: Question, way: str, moved: Sequence[str]) -> Iterator[str]:
     if whole := _whole_parts(question):
         yield (
             f"{whole[2:-1].capitalize()}: where they refer to positions in the batch, give a function that cuts them with their "
             "samples (split_fn), or make a list with one entry per sample"
         )
-    way = way or (
-        "gather what it compares (from guava_nb import gather_batch; z = gather_batch(z)), or have one worker do each batch "
-        "whole: shares=[1, 0] (--shares 1,0; a 0 for each further worker)"
-    )
     begin = "Or the" if whole else "The"
     yield f"{begin} loss couples the samples of a batch, and this run trains on other numbers than plain PyTorch: {way}"
+    if moved:
+        yield (
+            f"Or it depends on what the same forward has changed in the buffers {', '.join(moved[:3])} by its own samples: let "
+            "the forward read them first and change them afterwards"
+        )
 
 
 def _whole_parts(question: Question) -> str:

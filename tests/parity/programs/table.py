@@ -15,7 +15,17 @@ from typing import Any
 import torch
 
 from guava_nb.errors import GuavaError
-from tests.parity.programs import constraints, contrastive, detection, kept, language, recipes, signals, vision
+from tests.parity.programs import (
+    constraints,
+    contrastive,
+    derivatives,
+    detection,
+    kept,
+    language,
+    recipes,
+    signals,
+    vision,
+)
 from tests.parity.programs.program import NOISY, Plain, Program, plain
 from tests.support.processes import Session
 
@@ -37,7 +47,7 @@ MODES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 PROGRAMS: dict[str, Program] = {
     program.name: program
-    for module in (vision, detection, kept, language, signals, contrastive, recipes, constraints, kept)
+    for module in (vision, detection, kept, language, signals, contrastive, recipes, constraints, derivatives)
     for program in module.PROGRAMS
 }
 

@@ -169,6 +169,20 @@ def test_the_sentence_says_what_and_what_to_do() -> None:
 
 
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="this torch has no Muon")
+def by_place(named: Mapping[str, nn.Parameter]) -> optim.Optimizer:
+    return optim.SGD([{"params": [p], "lr": 0.1 * 0.5**place} for place, p in enumerate(named.values())])
+
+
+def by_name(named: Mapping[str, nn.Parameter]) -> optim.Optimizer:
+    return optim.SGD([{"params": [p], "lr": 0.1 if name.endswith("bias") else 0.2} for name, p in named.items()])
+
+
+def test_a_rate_by_the_place_of_a_parameter_is_the_fault_of_the_function() -> None:
+    sentence = tried(by_place, "pipeline")
+    assert sentence.startswith("the function that makes SGD goes by the place") and "go by the names" in sentence
+    assert tried(by_place, "tensor") == tried(by_name, "pipeline") == ""
+
+
 def test_muon_is_for_whole_matrices() -> None:
     def muon(named: Mapping[str, nn.Parameter]) -> optim.Optimizer:
         return optim.Muon([p for p in named.values() if p.ndim == 2])

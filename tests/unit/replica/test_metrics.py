@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -207,3 +208,61 @@ def test_a_function_that_returns_no_number_is_told(result: Any) -> None:
 def test_nothing_counted_is_nan_and_not_zero() -> None:
     spec = MetricSpec("m", Factory("m"))
     assert merge_of(spec, error_rate).result() != merge_of(spec, error_rate).result()
+
+
+def f1(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    found, wanted = outputs.argmax(1) == 1, targets == 1
+    return 2 * (found & wanted).sum() / (found.sum() + wanted.sum())
+
+
+def rmse(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    return float((outputs.amax(1) - targets).square().mean().sqrt())
+
+
+def correlation(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.corrcoef(torch.stack([outputs.amax(1), targets.to(outputs.dtype)]))[0, 1]
+
+
+def drawn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.rand(())
+
+
+def stays_whole(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    assert len(outputs) == 16
+    return outputs.mean()
+
+
+def notes_on(metric: Callable[..., Any], dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    """What a validation of three batches says of a metric."""
+    from guava_nb.evaluation.validation import Validation
+
+    specs = metric_specs([metric], module := shared(**{metric.__name__: metric}))
+    merges = merges_for(specs, module)
+    (measure,) = build_metrics(specs, lambda name: metric, CPU)
+    for seed in range(3):
+        outputs, targets = data([16], seed)
+        measure.begin()
+        measure.see(outputs.to(dtype), targets, 16)
+        merges[0].add(unpack(*(lambda tree, parts: (tree, memoryview(b"".join(parts))))(*pack(measure.state()))))
+    return Validation(specs, merges).notes()
+
+
+@pytest.mark.parametrize("metric", [f1, rmse, correlation])
+def test_a_function_that_is_no_mean_over_rows_is_told(metric: Callable[..., Any]) -> None:
+    note = notes_on(metric)[metric.__name__]
+    assert "no mean over its rows" in note and "(sum, count)" in note and "torchmetrics" in note
+
+
+@pytest.mark.parametrize("metric", [error_rate, margin, drawn, stays_whole])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_mean_a_sum_with_its_count_and_what_cannot_be_known_are_not_told(
+    metric: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    assert notes_on(metric, dtype) == {}
+
+
+def test_a_partial_object_is_its_function_with_its_arguments() -> None:
+    module = shared(margin=margin)
+    margin.__module__, named = "__main__", margin.__qualname__  # as in a notebook
+    (made,) = metric_specs([functools.partial(margin, k=2)], module)
+    assert (made.name, made.factory) == (named, Factory("margin", {"k": 2}))

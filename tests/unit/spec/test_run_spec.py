@@ -62,7 +62,7 @@ def test_a_partial_object_is_its_function_with_its_arguments() -> None:
         criterion_args={"label_smoothing": 0.1},
     )
     assert made.criterion is not None and made.criterion.args == {"label_smoothing": 0.1}
-    with pytest.raises(ConfigError, match="is an object of partial"):
+    with pytest.raises(ConfigError, match="have no names: give them by name"):
         build(criterion=functools.partial(torch.nn.functional.cross_entropy, 1))
 
 

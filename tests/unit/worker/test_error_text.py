@@ -1,9 +1,21 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from guava_nb.worker.error_text import MAX_TEXT_CHARS, MAX_TRACE_CHARS, error_text, loses_device, sendable, trace_text
+from guava_nb.worker.error_text import (
+    MAX_TEXT_CHARS,
+    MAX_TRACE_CHARS,
+    advised_text,
+    error_text,
+    loses_device,
+    sendable,
+    trace_text,
+)
+from tests.support.training import spec
+
+FLOAT32, FLOAT64 = spec(precision="fp32"), spec(precision="fp64")
 
 
 def test_lone_surrogates_become_escapes() -> None:
@@ -49,3 +61,37 @@ def test_errors_that_a_context_does_not_survive(text: str) -> None:
 )
 def test_errors_after_which_the_device_goes_on(error: Exception) -> None:
     assert not loses_device(error)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (torch.nn.Linear(6, 3), (4, 6)),
+        (torch.nn.Conv1d(6, 3, 1), (4, 6, 5)),
+        (torch.nn.GRU(6, 3), (4, 6)),
+        (torch.nn.MultiheadAttention(6, 2), (4, 6)),
+    ],
+)
+def test_numbers_of_unlike_kinds_are_told_with_what_to_do(layer: torch.nn.Module, shape: tuple[int, ...]) -> None:
+    for dtype, way in ((torch.float64, "--precision fp64"), (torch.uint8, "Whole numbers met")):
+        given = torch.zeros(shape, dtype=dtype)
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            layer(*[given] * (3 if isinstance(layer, torch.nn.MultiheadAttention) else 1))
+        told = advised_text(raised.value, FLOAT32)
+        assert told.startswith(str(raised.value)) and way in told and "preprocess" in told
+
+
+def test_other_errors_are_told_as_they_are() -> None:
+    for error, of_run in (
+        (RuntimeError("mat1 and mat2 must have the same dtype, but got Half and Float"), FLOAT32),
+        (RuntimeError("mat1 and mat2 must have the same dtype, but got Double and Float"), FLOAT64),
+        (RuntimeError("a double free of an int"), FLOAT32),
+        (OSError("Found dtype Double"), None),
+    ):
+        assert advised_text(error, of_run) == str(error)
+
+
+def test_arrays_where_tensors_belong_are_told() -> None:
+    with pytest.raises(TypeError) as raised:
+        torch.nn.Linear(2, 2)(np.zeros((1, 2), np.float32))
+    assert "torch.as_tensor" in advised_text(raised.value, None)

@@ -16,6 +16,7 @@ from guava_nb.parallel.replicas.buffer_policy import (
     followed_parameters,
     policy_of,
     taken,
+    unused_in,
     way_of,
 )
 
@@ -166,3 +167,9 @@ def test_what_was_infinite_may_become_nothing(first: float, way: Any, dtype: tor
     times = 3 if way == "sum" else 1
     expected = torch.tensor([0.0, first, 0.5 * times, 2.0 - 2.0 * times], dtype=dtype)
     assert torch.allclose(taken(before, change), expected, equal_nan=True)
+
+
+def test_patterns_that_fit_no_buffer_are_found() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    assert unused_in("auto", model) == unused_in("0.running_*=sum, 2.weight=first, *=average", model) == []
+    assert unused_in("0.runing_mean=sum, 1.weight=first,0.*=first", model) == ["0.runing_mean", "1.weight"]

@@ -39,6 +39,17 @@ def test_other_parameters_are_refused_whoever_trains(change: Any, says: str) -> 
         watch.check()
 
 
+@pytest.mark.parametrize(("change", "says"), [(_add, r"'3\.weight' was added"), (_remove, r"'0\.bias' was removed")])
+def test_where_others_take_the_place_of_parameters_their_names_are_watched(change: Any, says: str) -> None:
+    model = net()
+    watch = ParameterWatch(model, by_name=True)
+    _replace(model)
+    watch.check()
+    change(model)
+    with pytest.raises(TrainingError, match=says):
+        watch.check()
+
+
 def test_parts_without_parameters_may_be_swapped_and_values_changed() -> None:
     model = net()
     watch = ParameterWatch(model)

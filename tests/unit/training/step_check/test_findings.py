@@ -50,6 +50,15 @@ def asked(**changes):
         (SPEC, asked(), Finding("differs", causes=("randomness",)), "not drawn by torch's own", False),
         (SPEC, asked(), None, "was not made", False),
         (SPEC, asked(), Finding("same", written=("w",)), "are equal", True),
+        (SPEC, asked(), Finding("differs", causes=("weights",)), "the root of a mean, say.*shares=.1, 0.", False),
+        (STAGED, asked(), Finding("differs", causes=("weights",)), "together: take a mode without stages", False),
+        (
+            SPEC,
+            asked(),
+            Finding("differs", causes=("coupled",), moved=("seen", "mean")),
+            "loss couples.*Or it depends on what the same forward has changed in the buffers seen, mean.*read them first",
+            False,
+        ),
     ],
 )
 def test_a_finding_is_told_as_it_is(spec, question, finding, words, is_clean):

@@ -1,0 +1,58 @@
+"""What torch says of derivatives that spread layers cannot give is told as a sentence; the user's own mistakes are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from guava_nb.parallel.step_errors import explained
+from guava_nb.parallel.tensor.tensor_ops import total
+
+
+class _OneRank:
+    rank, size = 0, 1
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def collect(self, tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        return [tensor]
+
+
+class _Own(torch.autograd.Function):
+    """As a user writes one, without the method that transforms need."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        return given * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+def raised_by(forward: Callable[[Tensor], Tensor]) -> BaseException:
+    with pytest.raises(RuntimeError) as raised:
+        torch.func.vmap(torch.func.jacrev(forward))(torch.ones(2, 3))
+    return raised.value
+
+
+def test_a_transform_through_a_spread_layer_is_told() -> None:
+    error = raised_by(lambda x: total(x, _OneRank()))
+    assert "use data mode, or" in str(explained(error, is_sharded=False))
+    assert "zero_stage=1" in str(explained(error, is_sharded=True))
+
+
+def test_a_function_of_the_users_own_is_their_own() -> None:
+    assert explained(raised_by(_Own.apply), is_sharded=True) is None
+
+
+def test_parameters_that_were_given_back_are_told_where_they_can_be() -> None:
+    error = RuntimeError("setStorage: ... which has storage of size 0")
+    assert "gradient of a gradient" in str(explained(error, is_sharded=True))
+    assert explained(error, is_sharded=False) is None
+    assert explained(ValueError("storage of size 0, setup_context"), is_sharded=True) is None
