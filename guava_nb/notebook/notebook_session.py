@@ -18,7 +18,7 @@ from IPython.core.error import UsageError
 from guava_nb.config import DistributedConfig
 from guava_nb.notebook.completion import complete_by_dir
 from guava_nb.notebook.display import ask_hidden, can_ask, choose_ui, say
-from guava_nb.notebook.host import detect_host, is_loopback
+from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.join_code import NEW_ADDRESS, cell_to_paste, hand_over, reach_note
 from guava_nb.notebook.line_words import in_a_folder, near
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines

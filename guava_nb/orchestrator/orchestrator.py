@@ -79,8 +79,7 @@ class Orchestrator(Generating, SessionHost):
             self._notices.add(f"accepted, without effect here: {told}; see help(DistributedConfig)")
         self.run: Run | None = None
         self.past_runs = PastRuns(lambda: self.run_path)
-        self._tensor_plan: dict[str, str] = {}
-        self._models = ModelRegistry(self._notices.add)
+        self._models, self._tensor_plan = ModelRegistry(self._notices.add), dict[str, str]()
         self._replica_sets = ReplicaSets(
             self._models, self._notices, self._open_cluster, lambda: self._patience_s, lambda: self.run_path
         )

@@ -190,12 +190,10 @@ class ReplicaSets:
         start = self._start(options, composed)
         self._notices.forget("run")  # what an earlier run had to say
         replica_set = self._new(composed, options, start is not None)
-        if start is not None:
-            for note in from_checkpoint(replica_set, plan, *start):
-                self._notices.add(note, "run")
+        notes = [] if start is None else from_checkpoint(replica_set, plan, *start)
         _check_buffers(replica_set)
-        check_schedule(replica_set, plan, lambda sentence: self._notices.add(sentence, "run"))
-        for note in notes_on(replica_set, plan, options.precision):
+        check_schedule(replica_set, plan, notes.append)
+        for note in (*notes, *notes_on(replica_set, plan, options.precision)):
             self._notices.add(note, "run")
         if options.save_only == "trainable":
             plan.base = digests_of(replica_set.master.model)

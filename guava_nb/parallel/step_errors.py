@@ -1,4 +1,4 @@
-"""Derivatives that spread layers cannot give: torch's own words about them, told as what to do.
+"""What torch says of steps that spread layers cannot do, told as what to do.
 
 Gathering a layer's parameters and moving split activations are autograd functions of torch and of this room, which a user
 has never heard of.

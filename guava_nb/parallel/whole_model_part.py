@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from guava_nb.errors import TrainingError
 from guava_nb.nested import AxisOf
-from guava_nb.parallel.step_errors import explained
 from guava_nb.parallel.foreign_use import PartsInUse
 from guava_nb.parallel.loss_interface import Forward, Measured, Objective, Observer, Predicted, measured
 from guava_nb.parallel.module_state import evaluating
@@ -22,6 +21,7 @@ from guava_nb.parallel.replicas.data_axis import DataAxis
 from guava_nb.parallel.state.full_state import StatePiece
 from guava_nb.parallel.state.gradient_norm import gradient_square, nonfinite, scale_gradients
 from guava_nb.parallel.state.local_tensors import LocalTensors
+from guava_nb.parallel.step_errors import explained
 from guava_nb.parallel.tensor.tensor_sums import TensorSums
 from guava_nb.parallel.tensor.vocab_loss import whole_logits
 
