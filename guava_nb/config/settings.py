@@ -69,8 +69,8 @@ class DistributedConfig:
         zero_stage (0): sharded over the replicas: 1 optimizer state, 2 gradients too, 3 parameters too.
         pipeline_schedule ("1f1b"): "gpipe", "1f1b", or "interleaved" with stages_per_worker (1) above 1.
         pipeline_split (""): names of the modules that begin a new stage, with commas; empty balances by itself:
-        pipeline_balance ("parameters"): so that stages have as many parameters, or as much "time", measured on the
-        first worker with some samples of the loader.
+        pipeline_balance ("parameters"): so that stages use as many parameters (shared ones count in each), or as much "time",
+        measured on the first worker with some samples of the loader.
         checkpoint_activations (""): names or patterns of modules, with commas, whose activations are computed again in
         backward instead of kept; "*" takes every block that repeats.
         path ("auto"): how workers reach each other: through the orchestrator ("relay"), or "direct"; "auto" takes the direct

@@ -77,10 +77,11 @@ class GroupReplica(BaseReplica):
         assert spec.parallel is not None
         self._shape, self._habit = spec.parallel, Habit()
         self.wants_digest, self.digest = False, ""
-        self._reading = (
-            BatchReading()
-        )  # of batches that the orchestrator has not read in the form in which they are cut here
-        self._criterion = None if spec.criterion is None else scoring(build_criterion(spec, resolve, device))
+        # Of batches that the orchestrator has not read in the form in which they are cut here.
+        self._reading = BatchReading()
+        self._criterion = (
+            None if spec.criterion is None else scoring(build_criterion(spec, resolve, device), in_training=False)
+        )
         model = place_model(build_model(spec, resolve), spec, torch.device("cpu"))
         self.layout = build_layout(model, spec.bucket_bytes)
         self.wire = BucketWire(self.layout)

@@ -116,13 +116,14 @@ def build_criterion(spec: RunSpec, resolve: Resolve, device: torch.device) -> Cr
     return _build_criterion(spec.criterion, resolve, device, spec.precision == "fp64")
 
 
-def scoring(criterion: Criterion) -> Criterion:
-    """Return a criterion that also scores outputs against targets."""
+def scoring(criterion: Criterion, *, in_training: bool = True) -> Criterion:
+    """Return a criterion that also scores outputs against targets; without `in_training` only where no gradients are recorded."""
     own = getattr(criterion, "scoring", None) or Scoring()
 
     def measure(outputs: Any, targets: Any, rows: int) -> Loss:
         loss = criterion(outputs, targets, rows)
-        return Loss(loss.value, loss.weight, loss.count, own.scores(outputs, targets))
+        wanted = in_training or not torch.is_grad_enabled()
+        return Loss(loss.value, loss.weight, loss.count, own.scores(outputs, targets) if wanted else None)
 
     return measure
 

@@ -78,7 +78,9 @@ class ScheduleCache:
             number = self._next_number if known is None else known
             order = _PROBE if known is None else _KEEP if known in self._programs else _BUILD
             self._next_number = max(self._next_number, number + 1)
-        header = torch.tensor([number, order], device=self._device)
+        header = torch.empty(2, dtype=torch.int64, device=self._device)
+        for place, value in enumerate((number, order)):
+            header[place].fill_(value)  # on the device: a copy from pageable memory would wait for it
         dist.broadcast(header, dist.get_global_rank(self._group, 0), group=self._group)
         if self._rank > 0:  # the first rank need not wait for its device
             number, order = header.tolist()

@@ -118,14 +118,12 @@ def _blocks(model: nn.Module) -> list[str]:
 
 
 def parameter_costs(traced: Traced) -> list[float]:
-    """Return the number of parameters of each unit; shared ones count where they come first."""
-    seen: set[int] = set()
-    costs = []
-    for unit in traced.units:
-        new = {id(p): p.numel() for p in traced.objects[str(unit.target)].parameters() if id(p) not in seen}
-        seen |= set(new)
-        costs.append(float(sum(new.values())))
-    return costs
+    """Return the number of parameters of each unit.
+
+    A parameter that several units share counts for each of them: each stage that uses it holds it and computes with it, as the
+    head of a language model does that is tied to its embeddings.
+    """
+    return [float(sum(p.numel() for p in traced.objects[str(unit.target)].parameters())) for unit in traced.units]
 
 
 class _Clock(fx.Interpreter):
@@ -134,10 +132,13 @@ class _Clock(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.seconds: dict[str, float] = {}
+        self._on_cuda = {p.device for p in module.parameters() if p.is_cuda}
 
     def run_node(self, n: fx.Node) -> Any:
         begin = time.perf_counter()
         result = super().run_node(n)
+        for device in self._on_cuda:  # else only the launch of its kernels is timed
+            torch.cuda.synchronize(device)
         self.seconds[n.name] = time.perf_counter() - begin
         return result
 

@@ -1,7 +1,7 @@
 """Parameters that stand in stages on several ranks: an embedding and the head that shares its weight.
 
-Every rank with a copy ends up with the sum of all gradients, added in rank order, so that the copies stay equal to the
-last bit. Point-to-point on the pipeline's group: each holder sends to the first one, which adds and sends the sum back.
+Every rank with a copy ends up with the same sum of all gradients, so that the copies stay equal to the last bit: by one
+all_reduce where all ranks of the pipeline hold it, else each holder sends to the first one, which adds and sends the sum back.
 """
 
 from __future__ import annotations
@@ -40,46 +40,36 @@ class TiedParameters:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Add the gradients up; a parameter that got none anywhere stays without."""
+        """Add the gradients up; a parameter that got none anywhere stays without.
+
+        A rank that has a gradient waits for no device: it knows that there is a sum. One without reads whether others have one.
+        """
         for parameter, ranks in self._shared:
-            if self._rank == ranks[0]:
-                self._collect(parameter, ranks[1:])
-            else:
-                self._put(parameter, ranks[0])
-                self._replace(parameter, ranks[0])
-
-    def _collect(self, parameter: nn.Parameter, others: Sequence[int]) -> None:
-        for rank in others:
-            gradient = self._take(parameter, rank)
-            if gradient is None:
-                continue
+            holders = torch.full((1,), float(parameter.grad is not None), device=self._device)
+            self._sum(holders, ranks)
             if parameter.grad is None:
+                if not float(holders):
+                    continue
                 parameter.grad = torch.zeros_like(parameter)
-            local_part(parameter.grad).add_(gradient)
-        for rank in others:
-            self._put(parameter, rank)
+            gradient = local_part(parameter.grad)
+            total = gradient.contiguous()
+            self._sum(total, ranks)
+            if total is not gradient:
+                gradient.copy_(total)
 
-    def _replace(self, parameter: nn.Parameter, rank: int) -> None:
-        gradient = self._take(parameter, rank)
-        if gradient is None:
+    def _sum(self, tensor: Tensor, ranks: Sequence[int]) -> None:
+        """Add up a contiguous tensor in place over the ranks that hold a parameter."""
+        if len(ranks) == self._group.size():
+            dist.all_reduce(tensor, group=self._group)
             return
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        local_part(parameter.grad).copy_(gradient)
-
-    def _put(self, parameter: nn.Parameter, rank: int) -> None:
-        peer = dist.get_global_rank(self._group, rank)
-        there = parameter.grad is not None
-        dist.send(torch.tensor([int(there)], device=self._device), peer, group=self._group)
-        if parameter.grad is not None:
-            dist.send(local_part(parameter.grad).contiguous(), peer, group=self._group)
-
-    def _take(self, parameter: nn.Parameter, rank: int) -> Tensor | None:
-        peer = dist.get_global_rank(self._group, rank)
-        there = torch.empty(1, dtype=torch.int64, device=self._device)
-        dist.recv(there, peer, group=self._group)
-        if not int(there):
-            return None
-        gradient = torch.empty_like(local_part(parameter), memory_format=torch.contiguous_format)
-        dist.recv(gradient, peer, group=self._group)
-        return gradient
+        first, *others = (dist.get_global_rank(self._group, rank) for rank in ranks)
+        if self._rank != ranks[0]:
+            dist.send(tensor, first, group=self._group)
+            dist.recv(tensor, first, group=self._group)
+            return
+        part = torch.empty_like(tensor)
+        for other in others:
+            dist.recv(part, other, group=self._group)
+            tensor.add_(part)
+        for other in others:
+            dist.send(tensor, other, group=self._group)

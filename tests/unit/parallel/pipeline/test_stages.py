@@ -69,6 +69,14 @@ def test_a_module_used_in_two_stages_is_held_by_both() -> None:
     assert split.keys == ("0.weight", "0.bias", "2.weight", "2.bias", "3.weight", "3.bias")
 
 
+def test_a_shared_parameter_counts_in_each_stage_that_computes_with_it() -> None:
+    tokens, head = nn.Embedding(60, 8), nn.Linear(8, 60, bias=False)
+    head.weight = tokens.weight
+    model = nn.Sequential(tokens, *(nn.Linear(8, 8, bias=False) for _ in range(4)), head)
+    assert parameter_costs(trace_model(model, 2, ())) == [480.0, 64.0, 64.0, 64.0, 64.0, 480.0]
+    assert split_model(model, 2).begins == ("0", "3")
+
+
 def test_balance_by_parameters_and_by_time() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 400), nn.Linear(400, 4))
     assert split_model(model, 2).begins == ("0", "3")
