@@ -135,7 +135,7 @@ def bare(fake: FakeCloudflared, tmp_path: Path) -> Iterator[Kernel]:
         repack(name, wheels)
     python = bare_venv(tmp_path / "bare", has)
     pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull}
-    kernel = Kernel(python=str(python), **fake.environment, **pip, PYTHONPATH="")
+    kernel = Kernel(python=str(python), folder=tmp_path, **fake.environment, **pip, PYTHONPATH="")
     yield kernel
     kernel.close()
 

@@ -27,17 +27,19 @@ class Kernel:
     """A kernel and what its last cell has sent so far: `text`, and every message in `messages`.
 
     `prefix`: words in front of its command, such as those that enter a network namespace; it is talked to through files.
-    `python`: which one runs it.
+    `python`: which one runs it. `folder`: where it runs, which it imports from.
     """
 
-    def __init__(self, *prefix: str, python: str = sys.executable, **environment: str) -> None:
+    def __init__(
+        self, *prefix: str, python: str = sys.executable, folder: Path | None = None, **environment: str
+    ) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("GUAVA_") and name != "CI"}
         self._state = tempfile.TemporaryDirectory(prefix="guava-state-")  # of no other kernel's session
         own = {"GUAVA_UI": "text", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": self._state.name}
         env = {**kept, **own, **environment}
         self.manager = KernelManager(kernel_name="python3", transport="ipc" if prefix else "tcp")
         self.manager.kernel_spec.argv[:1] = [*prefix, python]
-        self.manager.start_kernel(env=env)
+        self.manager.start_kernel(env=env, **({} if folder is None else {"cwd": str(folder)}))
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=90)
