@@ -478,7 +478,7 @@ PROGRAMS = [
             criterion="CrossEntropyLoss", settings={"sync_batchnorm": True}, modes=("data", "zero 1", "zero 3")),
     Program(name="teacher in a list, a last batch of one", model=HiddenTeacher, data=lambda: classified(25), epochs=3,
             criterion="CrossEntropyLoss", told=IDLE, modes=("data", "relay", "site", "zero 1", "zero 3"),
-            refused={"zero 3": "the step copies the model"}),
+            refused=MOVED),
     Program(name="counter of a curriculum, a last batch of one", model=Curriculum, data=lambda: classified(25), epochs=3,
             criterion="CrossEntropyLoss", told=IDLE, modes=("data", "relay", "site", "zero 1", "zero 3")),
     Program(name="counter of a curriculum, a share without samples", model=Curriculum, data=lambda: classified(27), epochs=3,
