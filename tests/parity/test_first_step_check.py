@@ -461,7 +461,7 @@ def test_what_begins_later_is_found_and_halts_a_strict_run_with_its_steps_kept(
     [
         ("temperature", "same", ["model.calls"], []),
         ("counts in training", "same", [], []),
-        ("mean in an attribute", "differs", ["model.mean"], ["model.mean"]),
+        ("mean in an attribute", "differs", ["model.mean", "model.calls"], ["model.mean"]),
     ],
 )
 def test_what_is_kept_in_python_is_named_where_it_differs_and_put_back(
