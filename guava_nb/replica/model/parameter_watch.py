@@ -101,4 +101,5 @@ def _same(now: Mapping[str, object], before: Mapping[str, object]) -> bool:
 
 
 def _same_names(now: Mapping[str, object], before: Mapping[str, object]) -> bool:
-    return [*now] == [*before]
+    # One that was set to None keeps its name.
+    return [name for name in now if now[name] is not None] == [name for name in before if before[name] is not None]
