@@ -18,7 +18,7 @@ import psutil
 from torch import Tensor
 
 from guava_nb.config.mesh import Mesh
-from guava_nb.config.units import show_float
+from guava_nb.config.units import show_bytes
 from guava_nb.data.codec import unpack
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.errors import ConfigError, RemoteProtocolError, TrainingError
@@ -78,8 +78,8 @@ class Predictions(Mapping[str, Any]):
                 if isinstance(array, np.ndarray):
                     arrays.append(f"{key}{'.' if name else ''}{name} {array.shape} {array.dtype}")
         where = f"in {self.path}" if self.path is not None else "in memory"
-        size = self._values["measured_memory_mb"]
-        return f"Predictions({self._values['total_samples']} samples: {', '.join(arrays)}; {show_float(size, 3)} MB {where})"
+        size = round(self._values["measured_memory_mb"] * MB)
+        return f"Predictions({self._values['total_samples']} samples: {', '.join(arrays)}; {show_bytes(size)} {where})"
 
 
 def wanted_of(top_k: int, threshold: float | None, full: bool, raw: bool) -> Wanted:

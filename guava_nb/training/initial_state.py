@@ -251,7 +251,9 @@ def _only_its_end(path: Path, plan: TrainingPlan) -> list[str]:
     if not start.batches or start.batches != plan.feed.batches_per_epoch:
         return []
     more = "" if plan.num_epochs > epoch else f", and nothing else: to train on, ask for more than {epoch} (--epochs)"
-    return [f"{path} has all steps of epoch {epoch}; what ends it (a validation, the schedule, on_epoch) is done now{more}"]
+    return [
+        f"{path} has all steps of epoch {epoch}; what ends it (a validation, the schedule, on_epoch) is done now{more}"
+    ]
 
 
 def _compare(path: Path, part: str, saved: Any, asked: Factory | None) -> list[str]:

@@ -176,11 +176,19 @@ def _build(spec: DataSpec, module: ModuleType | None) -> _Built:
     return _Built(name, dataset, collate, msgspec.structs.replace(spec, length=length, probe=probe))
 
 
+def _or_its_error(built: _Built, index: int) -> Any:
+    """A batch of one sample, or the sentence on why there is none: the step that needs it will say so, with the worker's name."""
+    try:
+        return built.batch([index])
+    except SampleFailed as failed:
+        return str(failed)
+
+
 def _probe(built: _Built, length: int) -> str:
     """Digest of some samples, from the first to the last, their random numbers drawn from one seed."""
     with seeded(0, _CPU):
         places = sorted({k * (length - 1) // (_MOST_PROBED - 1) for k in range(_MOST_PROBED)})
-        batches = [built.batch([index]) for index in places]
+        batches = [built.batch([0]), *(_or_its_error(built, index) for index in places[1:])]
     try:
         tree, buffers = pack(batches, "a sample")
     except ConfigError:  # of a type that does not travel, and need not: then only the lengths are compared

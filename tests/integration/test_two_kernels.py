@@ -292,7 +292,8 @@ def test_running_any_cell_again_is_safe(kernels: tuple[Kernel, Kernel]) -> None:
         assert "a run is going on" in error_of(laptop, f"{TRAIN} --loss slow_loss")
         assert "colab" in laptop.run("%guava_status")
         assert "Stopping" in laptop.run("%guava_stop")
-        assert laptop.run("run.wait(30), run.state").strip() == "(True, 'stopped')"
+        waited = laptop.run("run.wait(30), run.state").strip().splitlines()
+        assert waited[0] == "(True, 'stopped')" and "%guava_status --follow" in waited[-1], waited
     finally:
         laptop.run("%guava_down")
     status, text = worker()
@@ -308,9 +309,9 @@ def test_the_panel_of_a_page_shows_workers_loss_bytes_and_ends_as_plain_html(pai
         laptop.run(f"{TRAIN} --loss slow_loss --val test --epochs 3 --fresh", 60)
         shown = [m for m in laptop.messages if m["msg_type"] in ("display_data", "update_display_data")]
         live = [m["content"]["data"]["value"] for m in laptop.messages if _is_widget_value(m)]
-        panel = shown[0]["content"]["transient"]["display_id"]
-        curve = [m["content"]["data"] for m in shown if m["content"]["transient"]["display_id"] != panel]
-        shown = [m for m in shown if m["content"]["transient"]["display_id"] == panel]
+        places = [m["content"].get("transient", {}).get("display_id") for m in shown]
+        curve = [m["content"]["data"] for m, place in zip(shown, places, strict=True) if place != places[0]]
+        shown = [m for m, place in zip(shown, places, strict=True) if place == places[0]]
         first, last = shown[0]["content"]["data"], shown[-1]["content"]["data"]
         assert set(curve[-1]) == {"text/plain", "image/png"}, "what is stored of the curve needs no widget"
         assert "application/vnd.jupyter.widget-view+json" in first

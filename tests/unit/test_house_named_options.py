@@ -57,7 +57,13 @@ def test_every_flag_that_a_message_names_exists() -> None:
 
 def test_a_keyword_and_the_flag_beside_it_are_the_same_option() -> None:
     options = {one.name: one.flag for one in option_infos()}
-    calls = (Orchestrator.validate, Orchestrator.predict, Orchestrator.register_model, Orchestrator.set_mode)
+    calls = (
+        Orchestrator.validate,
+        Orchestrator.predict,
+        Orchestrator.generate,
+        Orchestrator.register_model,
+        Orchestrator.set_mode,
+    )
     others = {name for call in (Orchestrator, *calls) for name in inspect.signature(call).parameters}
     others |= {field.name for field in dataclasses.fields(DistributedConfig)} | {"dp", "pp", "tp", "zero_stage"}
     pairs = [(name, flag, place) for text, place in texts() for name, flag in BOTH.findall(text)]

@@ -219,7 +219,7 @@ def test_results_are_a_mapping_that_says_what_it_holds() -> None:
         found["total_samples"] == 4 and found["estimated_memory_mb"] == 80e-6 and found["measured_memory_mb"] == 64e-6
     )
     assert set(found) == {"predictions", "sample_ids", "total_samples", "estimated_memory_mb", "measured_memory_mb"}
-    assert repr(found) == "Predictions(4 samples: predictions (4,) int64, sample_ids (4,) int64; 6.4e-05 MB in memory)"
+    assert repr(found) == "Predictions(4 samples: predictions (4,) int64, sample_ids (4,) int64; 64 B in memory)"
     with pytest.raises(KeyError, match="'kept' was not asked for; there are: predictions"):
         found["kept"]
     one = Predictions({"outputs": np.zeros((4, 2))}, None)["outputs"]

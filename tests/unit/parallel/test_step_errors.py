@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from guava_nb.parallel.step_errors import explained
 from guava_nb.parallel.tensor.tensor_ops import total
@@ -49,6 +50,15 @@ def test_a_transform_through_a_spread_layer_is_told() -> None:
 
 def test_a_function_of_the_users_own_is_their_own() -> None:
     assert explained(raised_by(_Own.apply), is_sharded=True) is None
+
+
+def test_copies_of_a_sharded_model_are_told_in_the_words_in_which_torch_refuses_them() -> None:
+    refuse = FSDPModule.__new__.__globals__["_unimplemented_deepcopy"]
+    with pytest.raises(AssertionError) as caught:
+        refuse()
+    assert "the step copies the model" in str(explained(caught.value, is_sharded=True))
+    assert explained(caught.value, is_sharded=False) is None
+    assert explained(AssertionError(), is_sharded=True) is None
 
 
 def test_parameters_that_were_given_back_are_told_where_they_can_be() -> None:
