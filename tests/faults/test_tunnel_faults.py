@@ -147,8 +147,10 @@ def test_a_tunnel_that_comes_back_at_its_address_needs_nobody(pair: Pair, server
     pair.session.assert_undisturbed(run, PlainTraining(pair.session.folder, loader()).epochs(2))
     eventually(pair.both_are_here, 20, "both are back")
     assert orch.join_code == code and orch.status().tunnel == "ssh"
-    told = [line for line in pair.notices().splitlines() if not line.startswith("One-step check")]
-    assert any("same address" in line for line in told) and not any("lost" in line for line in told), told
+    told = pair.notices().splitlines()
+    assert any("same address" in line for line in told)
+    # The model counts its calls in Python, which other notices speak of.
+    assert [line for line in told if "lost" in line and "self.register_buffer" not in line] == []
     assert pair.listener.stats.accepted - before <= 6, "two a worker, and hardly more"
 
 
