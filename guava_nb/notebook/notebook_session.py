@@ -90,6 +90,7 @@ class NotebookSession:
         self._settings: dict[str, Any] = {}
         self._local: LocalWorkers | None = None
         self._mode: dict[str, Any] = {}
+        self._model: tuple[Any, ...] = (None,)  # of the last run
         self._waits_anew = False  # for all workers, though a run was here: their number was changed since
 
     # ------------------------------------------------------------------------------------------------ orchestrator
@@ -115,6 +116,7 @@ class NotebookSession:
             if args.connect is None or args.local or args.tunnel:
                 orchestrator.open(args.tunnel, self._token_prompt())
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
+            self._model = (None,)
             notes += goes_on_notes(orchestrator)
             notes += self.cells.share_all(orchestrator)
         elif self.has_code or args.tunnel:
@@ -235,10 +237,12 @@ class NotebookSession:
         try:
             run = orchestrator.start_training(**{**arguments, "detach": True})
         except BaseException:
+            orchestrator.register_model(*self._model)  # nothing was trained: what validates and predicts stays
             if is_drawn:  # "preparing" would stay above the error
                 panel.finish(lambda: (View("not started", ""), ()))
             panel.close()
             raise
+        self._model = (args.model, args.model_args or {})
         complete_by_dir(type(run))
         if args.out is not None:
             names[args.out] = run

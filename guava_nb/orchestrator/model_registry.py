@@ -73,13 +73,16 @@ class ModelRegistry:
 
     # ---------------------------------------------------------------------------------------------------------- model
 
-    def register(self, model: Reference | torch.nn.Module, args: Mapping[str, Any] | None) -> bool:
-        """Take a model; errors as for `Orchestrator.register_model`.
+    def register(self, model: Reference | torch.nn.Module | None, args: Mapping[str, Any] | None) -> bool:
+        """Take a model, or let go of it; errors as for `Orchestrator.register_model`.
 
         Returns:
             Whether it is an instance, whose weights are where training starts; not for one that was registered before and
             has the same weights as then.
         """
+        if model is None:
+            self._factory = self._instance = self._reference = None
+            return False
         if not isinstance(model, torch.nn.Module):
             named, self._reference = self.factory_of(model, args), model
             if named == self._factory and self._instance is not None:

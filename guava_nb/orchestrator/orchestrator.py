@@ -146,14 +146,15 @@ class Orchestrator(Generating, SessionHost):
 
     # ---------------------------------------------------------------------------------------------------------- model
 
-    def register_model(self, model: Reference | torch.nn.Module, args: Mapping[str, Any] | None = None) -> None:
+    def register_model(self, model: Reference | torch.nn.Module | None, args: Mapping[str, Any] | None = None) -> None:
         """Say what to train.
 
         Args:
             model: a class or function (shared, importable, or its name), called with `args` on every machine; or an
                 instance, whose class must be shared or importable, and whose weights and requires_grad are where training
                 starts, all else being as its class builds it; or
-                "@model", the one that lives in the worker's own process (`GPUTrainer`) and starts from what it holds.
+                "@model", the one that lives in the worker's own process (`GPUTrainer`) and starts from what it holds; or None,
+                no model any more.
             args: plain data.
 
         Raises:

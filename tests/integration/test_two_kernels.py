@@ -190,6 +190,10 @@ def test_train_interrupt_train_on_save_and_leave_nothing(pair: Pair, tmp_path: P
         pass
 
 
+def figures(text: str) -> list[str]:
+    return re.findall(r"(?:loss|accuracy) \S+", text)
+
+
 def test_a_mistake_is_one_line_that_says_what_to_do(pair: Pair, tmp_path: Path) -> None:
     laptop = pair.laptop
     (tmp_path / "only_here.py").write_text("VALUE = 1\n")
@@ -214,6 +218,12 @@ def test_a_mistake_is_one_line_that_says_what_to_do(pair: Pair, tmp_path: Path) 
         ("%%guava_share\n%pip install something", "notebook syntax"),
     ]:
         assert wanted in error_of(laptop, cell)
+    # None of these lines trained anything: what was trained is what is validated.
+    assert "did you mean 'Net'?" in error_of(laptop, "%guava_train --model Nett --data train --loss CrossEntropyLoss")
+    laptop.run("%guava_train --model Other --data train --loss CrossEntropyLoss --epochs 1 --fresh")
+    trained = laptop.run("%guava_validate --data test")
+    assert "did you mean" in error_of(laptop, "%guava_train --model Net --data train --loss CrossEntropyLos")
+    assert figures(laptop.run("%guava_validate --data test")) == figures(trained) != []
     laptop.run("scale = 2")
     laptop.run(
         "%%guava_share --name loss\ndef scaled(outputs, targets):\n    return scale * slow_loss(outputs, targets)"

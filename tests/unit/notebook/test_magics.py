@@ -365,6 +365,7 @@ def test_train_shows_that_it_prepares_before_it_starts_the_run(notebook: Any, mo
 
     monkeypatch.setattr(notebook.orchestrator, "start_training", refuse)
     assert notebook.run("%guava_train --model Net --loss L --data loader").lines == ["ConfigError: no"]
+    assert notebook.orchestrator.calls[-1] == ("model", (None, None)), "as before: nothing was trained"
     monkeypatch.setattr("guava_nb.notebook.notebook_session.choose_ui", lambda shell: "html")
     shown = notebook.run("%guava_train --model Net --loss L --data loader")
     assert not shown.ok and "preparing" in shown.lines[0] and shown.lines[-1] == "ConfigError: no"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 
+from guava_nb.errors import ConfigError
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.protocol.messages import Factory
 from tests.support.training import spec
@@ -50,3 +52,12 @@ def test_a_partial_object_is_its_class_with_its_arguments() -> None:
     registry.share(CELL.replace("(self)", "(self, width=2)"), "model")
     net_class = registry.shared().Net  # type: ignore[union-attr]
     assert registry.factory_of(functools.partial(net_class, width=3), {"width": 4}) == Factory("Net", {"width": 4})
+
+
+def test_none_lets_go_of_the_model() -> None:
+    registry = ModelRegistry()
+    registry.share(CELL, "model")
+    registry.register("Net", None)
+    assert not registry.register(None, None)
+    with pytest.raises(ConfigError, match="no model is named yet"):
+        registry.needed(None)
