@@ -469,7 +469,7 @@ def _load(made: ReplicaSet, weights: str | Path, notices: Notices) -> None:
         added = load_pretrained(pretrained, model)
     if added:
         names = ", ".join(added[:3]) + (f" and {len(added) - 3} more" if len(added) > 3 else "")
-        notices.add(f"not in {weights}, begins as the model is built: {names}", "run")
+        notices.add(f"not in {weights} in this shape, begins as the model is built: {names}", "run")
 
 
 def _check_buffers(replica_set: ReplicaSet) -> None:

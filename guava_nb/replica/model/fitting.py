@@ -21,13 +21,13 @@ def fitted(read: Mapping[str, Any], model: torch.nn.Module, source: str) -> tupl
     """Return a model's state dict with weights that were read.
 
     Entries that are tied in the model may stand once. Where a part of the model is frozen, that part alone may have been read: a
-    base, to which adapters or a new last layer were added that learn.
+    base, to which adapters or a new last layer were added that learn, also in place of one of another shape.
 
     Args:
         source: where they were read from, for sentences.
 
     Returns:
-        The state dict, and names of what learns and was not read, which is as the model has it.
+        The state dict, and names of what learns and was not read, or in another shape, which is as the model has it.
 
     Raises:
         CheckpointError: they do not fit the model in names, shapes and kinds of numbers.
@@ -40,8 +40,9 @@ def fitted(read: Mapping[str, Any], model: torch.nn.Module, source: str) -> tupl
     if problems := differences(weights, current, f"in {source.replace(chr(92), '/').rpartition('/')[2]}"):
         raise CheckpointError(
             f"the weights in {source} do not fit the model ({problems}). For a model with other parts, such as a new last layer, "
-            "freeze what is read (requires_grad_(False)): then what learns begins as it is built; or load what fits yourself "
-            "(model.load_state_dict(weights, strict=False)) and register_model(model)"
+            "freeze all that is read (requires_grad_(False)): then what learns and has no weights of its shape begins as it is built; or "
+            "load what fits yourself (take what does not out of the weights, then model.load_state_dict(weights, strict=False)) and "
+            "register_model(model)"
         )
     return weights, added
 
@@ -62,12 +63,13 @@ def _with_adapted(weights: Mapping[str, Any], current: Mapping[str, Any]) -> dic
 
 
 def _added(weights: Mapping[str, Any], model: torch.nn.Module) -> list[str]:
-    """What learns and is not in the file, where all that is frozen is in it."""
+    """What learns and is not in the file, or in another shape, where all that is frozen is in it."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen = [name for name, one in parameters.items() if not one.requires_grad]
     if not frozen or any(name not in weights for name in frozen):
         return []
-    return [name for name, one in parameters.items() if one.requires_grad and name not in weights]
+    shapes = {name: tuple(value.shape) for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    return [name for name, one in parameters.items() if one.requires_grad and shapes.get(name) != tuple(one.shape)]
 
 
 def _with_tied(weights: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:

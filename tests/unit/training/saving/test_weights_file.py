@@ -99,6 +99,20 @@ def test_a_file_of_the_frozen_part_is_enough_also_where_peft_renamed_it(tmp_path
         fitting_weights(path, model)
 
 
+def test_a_last_layer_of_another_size_begins_as_it_is_built_over_a_frozen_part_that_is_read(tmp_path: Path) -> None:
+    torch.save(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 10)).state_dict(), tmp_path / "a.pt")
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    with pytest.raises(CheckpointError, match=r"1\.weight.*freeze all that is read"):
+        fitting_weights(tmp_path / "a.pt", model)
+    model[0].requires_grad_(False)
+    weights, added = fitting_weights(tmp_path / "a.pt", model)
+    assert added == ["1.weight", "1.bias"] and torch.equal(weights["1.weight"], model[1].weight)
+    assert torch.equal(weights["0.weight"], torch.load(tmp_path / "a.pt", weights_only=True)["0.weight"])
+    model[1].requires_grad_(False)
+    with pytest.raises(CheckpointError, match=r"1\.weight"):
+        fitting_weights(tmp_path / "a.pt", model)
+
+
 def test_a_checkpoint_of_guava_nb_gives_its_weights_and_one_without_its_base_the_rest_of_the_model(
     tmp_path: Path,
 ) -> None:
