@@ -7,6 +7,7 @@ Ctrl-C, which ends nothing but this; with --web on a page. Exit status 1 when th
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 
 from guava_nb.cli.live import live_lines
 from guava_nb.cli.web import StatusPage, lan_address
-from guava_nb.cluster.session_status import ShownStatus, newest_status
+from guava_nb.cluster.session_status import ShownStatus, session_statuses
 from guava_nb.errors import ClusterError, ConfigError
 from guava_nb.render.status import run_view, session_view
 from guava_nb.render.text import to_text
@@ -52,10 +53,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--lan and --port are of the page that --web serves: give --web too")
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port {args.port}: a port is between 0 and 65535")
-    found = newest_status(args.session)
-    if found is None:
+    found = session_statuses(args.session)
+    if not found:
         raise ClusterError(_NONE)
-    path, shown = found
+    (path, shown), *others = found
+    for other in [str(one) for one, status in others if status.lives]:
+        print(
+            f"Another session of this user is open here: guava status --session {shlex.quote(other)} shows it.\n",
+            flush=True,
+        )
     if args.web:
         return _serve(path, args.lan, args.port)
     if not args.follow:

@@ -21,7 +21,7 @@ from guava_nb.cluster.session_file import state_folder
 from guava_nb.status import Status
 from guava_nb.tunnels.records import began_at, runs
 
-__all__ = ["ShownStatus", "StatusWriter", "newest_status"]
+__all__ = ["ShownStatus", "StatusWriter", "session_statuses"]
 
 _EVERY_S = 1.0
 _SUFFIX = ".status"
@@ -51,6 +51,11 @@ class ShownStatus(msgspec.Struct, frozen=True):
     def lives(self) -> bool:
         """Whether the process that wrote it is still there; another one may have its number."""
         return runs(self.pid, self.began)
+
+    @property
+    def has_a_run(self) -> bool:
+        """Whether a run went on."""
+        return self.status.run is not None and self.status.run.state not in ("done", "stopped", "failed")
 
 
 class StatusWriter:
@@ -94,13 +99,15 @@ class StatusWriter:
             self._path.unlink(missing_ok=True)
 
 
-def newest_status(session: Path | None = None) -> tuple[Path, ShownStatus] | None:
-    """Return what the newest session of this user on this machine shows, one that lives before those that ended; None: none.
+def session_statuses(session: Path | None = None) -> list[tuple[Path, ShownStatus]]:
+    """Return what the sessions of this user on this machine show, with their files.
+
+    Those that live come first, of these the ones with a run that goes on, and of these the newest.
 
     Args:
-        session: its file, where it is not among those of notebooks.
+        session: the file of one, where it is not among those of notebooks.
     """
     named = None if session is None else session.expanduser().with_suffix(_SUFFIX)
     paths = state_folder().glob(f"*{_SUFFIX}") if named is None else [named]
     found = [(path, shown) for path in paths if (shown := ShownStatus.read(path)) is not None]
-    return max(found, key=lambda one: (one[1].lives, one[1].at), default=None)
+    return sorted(found, key=lambda one: (one[1].lives, one[1].has_a_run, one[1].at), reverse=True)

@@ -341,8 +341,8 @@ class StepExchange(ABC, Generic[_Replicas]):
         return NotFinite(
             f"NaN or Inf in {where} {self._origin(in_flight, halt)} at {self._replicas.nth(in_flight.machine.step)} "
             f"({sample_text(ids)}, {rows} rows). The {self._replicas.unit} "
-            "was not applied anywhere. Look at these samples, lower the learning rate, or clip (max_grad_norm=, --clip); where it "
-            "comes again at once, the step before it spoilt the weights: begin with new ones (fresh=True, --fresh)"
+            "was not applied anywhere. Look at these samples, lower the learning rate, or clip (max_grad_norm=, --clip); where "
+            "it comes again at once, the step before it spoilt the weights: begin with new ones (fresh=True, --fresh)"
         )
 
     def _origin(self, in_flight: StepInFlight, halt: Halt) -> str:

@@ -40,9 +40,9 @@ def fitted(read: Mapping[str, Any], model: torch.nn.Module, source: str) -> tupl
     if problems := differences(weights, current, f"in {source.replace(chr(92), '/').rpartition('/')[2]}"):
         raise CheckpointError(
             f"the weights in {source} do not fit the model ({problems}). For a model with other parts, such as a new last layer, "
-            "freeze all that is read (requires_grad_(False)): then what learns and has no weights of its shape begins as it is built; or "
-            "load what fits yourself (take what does not out of the weights, then model.load_state_dict(weights, strict=False)) and "
-            "register_model(model)"
+            "freeze all that is read (requires_grad_(False)): then what learns and has no weights of its shape begins as it is "
+            "built; or load what fits yourself (take what does not out of the weights, then "
+            "model.load_state_dict(weights, strict=False)) and register_model(model)"
         )
     return weights, added
 

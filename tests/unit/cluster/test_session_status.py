@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 
-from guava_nb.cluster.session_status import ShownStatus, StatusWriter, newest_status
+from guava_nb.cluster.session_status import ShownStatus, StatusWriter, session_statuses
 from guava_nb.status import RunStatus, Status
+from guava_nb.tunnels.records import began_at
 from tests.support.processes import eventually
 
 RUN = RunStatus("run-1", "training", "data", 1, 2, 3, 8, 48, 1.5, loss=math.nan, losses=((1, 0.5), (2, math.inf)))
@@ -51,19 +57,34 @@ def test_one_whose_process_was_killed_stays_and_comes_after_one_that_lives(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     folder = tmp_path / "guava_nb"
     folder.mkdir()
-    assert newest_status() is None
+    assert not session_statuses()
     (folder / "noise.status").write_bytes(b"\x91")
     other = subprocess.Popen([sys.executable, "-c", HELD, str(folder / "old.json")], stdout=subprocess.PIPE)
     assert other.stdout is not None and other.stdout.readline() == b"here\n"
-    eventually(lambda: newest_status() is not None, 10, "it is written")
-    assert newest_status()[1].lives  # type: ignore[index]
+    eventually(lambda: bool(session_statuses()), 10, "it is written")
+    assert session_statuses()[0][1].lives
     writer = StatusWriter(folder / "new.json", lambda: STATUS)
     eventually((folder / "new.status").exists, 5, "it is written")
     other.kill()
     other.wait()
-    path, shown = newest_status() or (None, None)
+    path, shown = session_statuses()[0]
     assert path == folder / "new.status" and shown is not None
     writer.close()
-    path, shown = newest_status() or (None, None)
+    path, shown = session_statuses()[0]
     assert path == folder / "old.status" and shown is not None and not shown.lives
-    assert newest_status(folder / "old.json") == (path, shown)
+    assert session_statuses(folder / "old.json") == [(path, shown)]
+
+
+def test_one_with_a_run_that_goes_on_comes_before_newer_ones_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder = tmp_path / "guava_nb"
+    folder.mkdir()
+    ended = replace(STATUS, run=replace(RUN, state="done"))
+    shown = {"trains": STATUS, "idle": replace(STATUS, run=None), "ended": ended}
+    began = began_at(psutil.Process())
+    for place, (name, status) in enumerate(shown.items()):
+        content = ShownStatus(os.getpid(), began, time.time() + place, status)
+        (folder / f"{name}.status").write_bytes(msgspec.msgpack.encode(content))
+    assert [path.stem for path, _ in session_statuses()] == ["trains", "ended", "idle"]
