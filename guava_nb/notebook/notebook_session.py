@@ -116,7 +116,6 @@ class NotebookSession:
             if args.connect is None or args.local or args.tunnel:
                 orchestrator.open(args.tunnel, self._token_prompt())
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
-            self._model = (None,)
             notes += goes_on_notes(orchestrator)
             notes += self.cells.share_all(orchestrator)
         elif self.has_code or args.tunnel:
@@ -238,9 +237,7 @@ class NotebookSession:
             run = orchestrator.start_training(**{**arguments, "detach": True})
         except BaseException:
             orchestrator.register_model(*self._model)  # nothing was trained: what validates and predicts stays
-            if is_drawn:  # "preparing" would stay above the error
-                panel.finish(lambda: (View("not started", ""), ()))
-            panel.close()
+            _show_not_started(panel, is_drawn)
             raise
         self._model = (args.model, args.model_args or {})
         complete_by_dir(type(run))
@@ -356,7 +353,7 @@ class NotebookSession:
 
     def close(self) -> bool:
         """End everything this notebook started; True if there was something. Both ends are tried even if one fails."""
-        orchestrator, self._orchestrator, self._local = self._orchestrator, None, None
+        orchestrator, self._orchestrator, self._local, self._model = self._orchestrator, None, None, (None,)
         try:
             had_worker = self.worker.close()
         finally:
@@ -474,3 +471,9 @@ class NotebookSession:
         status: RunStatus = run.status()
         if status.state == "failed":
             run.result()
+
+
+def _show_not_started(panel: Panel, is_drawn: bool) -> None:
+    if is_drawn:  # "preparing" would stay above the error
+        panel.finish(lambda: (View("not started", ""), ()))
+    panel.close()

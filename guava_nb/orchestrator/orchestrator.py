@@ -152,9 +152,8 @@ class Orchestrator(Generating, SessionHost):
         Args:
             model: a class or function (shared, importable, or its name), called with `args` on every machine; or an
                 instance, whose class must be shared or importable, and whose weights and requires_grad are where training
-                starts, all else being as its class builds it; or
-                "@model", the one that lives in the worker's own process (`GPUTrainer`) and starts from what it holds; or None,
-                no model any more.
+                starts, all else being as its class builds it; or "@model", the one that lives in the worker's own process
+                (`GPUTrainer`) and starts from what it holds; or None, no model any more.
             args: plain data.
 
         Raises:
