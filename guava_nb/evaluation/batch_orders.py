@@ -15,7 +15,7 @@ from guava_nb.data.split import RowSplitter
 from guava_nb.nested import ARRAYS
 from guava_nb.protocol.messages import Evaluate, Message, Predict, Tree
 from guava_nb.row_cache.writer import OutgoingBatch, RowWriter, taken_apart
-from guava_nb.sync.group_exchange import micro_batch_marks, shares_of
+from guava_nb.sync.group_exchange import micro_batch_marks
 from guava_nb.sync.step_in_flight import NO_BATCH
 
 __all__ = ["Answer", "BatchOrders", "Order", "Question", "span_text"]
@@ -87,14 +87,22 @@ class BatchOrders:
         return micro_batch_marks(mesh, self.splitter, [piece], [max(1, rows)], self.treated)
 
     def shared(self, request: int, batch: LoadedBatch, mesh: Mesh) -> list[Order]:
-        """Ask all ranks of a group about what the question takes of a batch, in order of rank."""
-        shares = shares_of([batch], mesh, [1.0] * mesh.data, self.splitter)
+        """Ask a group about what the question takes of a batch, in order of rank.
+
+        Replicas take whole batches in turn, as in plain PyTorch: nothing tells whether a loss or outputs of a part are those of
+        the whole. The other replicas get a stand-in of one row.
+        """
+        (whole,) = self.splitter.split(batch.batch, [(0, batch.rows)], batch.rows)
+        if mesh.data > 1 and batch.rows > 1:
+            one_row, _ = self.splitter.split(batch.batch, [(0, 1), (1, batch.rows)], batch.rows)
+        else:
+            one_row = whole
         orders: list[Order] = []
         for rank in range(mesh.size):
-            share = shares[rank // (mesh.stages * mesh.tensor)]
-            rows = sum(share.rows)
+            in_turn = rank // (mesh.stages * mesh.tensor) == batch.index % mesh.data
+            rows = batch.rows if in_turn else 0
             if rank % mesh.tensor == 0:  # the ranks that share layers share one batch
-                piece: Any = self.question.part(share.pieces[0], self.treated)
+                piece: Any = self.question.part(whole if in_turn else one_row, self.treated)
                 axes = self._marks(mesh, piece, rows) if isinstance(piece, ARRAYS) else ()
                 if mesh.stages > 1:
                     piece = self.question.for_stage(mesh, mesh.stage_of(rank), piece, self.treated)

@@ -286,7 +286,7 @@ class StarPass(Pass):
 
 
 class GroupPass(Pass):
-    """Shares every batch among the replicas of a group: all ranks compute, and those that report are counted.
+    """Whole batches to the replicas of a group, in turn; all ranks are sent each, and those that report are counted.
 
     Args:
         job: attached, or about to be.
@@ -349,7 +349,8 @@ class GroupPass(Pass):
 
     def _has_room(self) -> bool:
         # A batch goes another way than the commit, and may overtake it: each rank must have said that it applied the last step.
-        return len(self._open) < WINDOW and self._group.complete(self._job)
+        mesh = self._group.mesh
+        return len(self._open) < max(WINDOW, mesh.stages) * mesh.data and self._group.complete(self._job)
 
     def _deal(self, batch: LoadedBatch) -> None:
         self._asked.append(Asked(batch, 0, {}))
