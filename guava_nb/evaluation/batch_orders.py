@@ -46,7 +46,7 @@ class Question(Protocol):
         """
 
     def take(self, batch: LoadedBatch, answers: Sequence[Answer]) -> None:
-        """Take the answers on a batch, one per share, in the order of its rows; batches come in the loader's order."""
+        """Take the answers on a batch, one per worker that was asked; batches come in the loader's order."""
 
     verb: str
 
