@@ -15,7 +15,7 @@ from guava_nb.data.split import RowSplitter
 from guava_nb.nested import ARRAYS
 from guava_nb.protocol.messages import Evaluate, Message, Predict, Tree
 from guava_nb.row_cache.writer import OutgoingBatch, RowWriter, taken_apart
-from guava_nb.sync.group_exchange import micro_batch_marks, shares_of
+from guava_nb.sync.group_exchange import micro_batch_marks
 from guava_nb.sync.step_in_flight import NO_BATCH
 
 __all__ = ["Answer", "BatchOrders", "Order", "Question", "span_text"]
@@ -24,6 +24,9 @@ __all__ = ["Answer", "BatchOrders", "Order", "Question", "span_text"]
 Answer = tuple[Message, memoryview]
 #: A record that asks, still without its batch, and the batch.
 Order = tuple[Evaluate | Predict, OutgoingBatch]
+
+#: Rows of a stand-in; of a single one `squeeze()` would make another shape.
+_STAND_IN_ROWS = 2
 
 
 class Question(Protocol):
@@ -46,7 +49,7 @@ class Question(Protocol):
         """
 
     def take(self, batch: LoadedBatch, answers: Sequence[Answer]) -> None:
-        """Take the answers on a batch, one per share, in the order of its rows; batches come in the loader's order."""
+        """Take the answers on a batch, one per worker that was asked; batches come in the loader's order."""
 
     verb: str
 
@@ -84,23 +87,30 @@ class BatchOrders:
         return self._record(request, batch, batch.rows, False), OutgoingBatch([part], single=True)
 
     def _marks(self, mesh: Mesh, piece: Any, rows: int) -> tuple[bytes, ...]:
-        return micro_batch_marks(mesh, self.splitter, [piece], [max(1, rows)], self.treated)
+        return micro_batch_marks(mesh, self.splitter, [piece], [rows], self.treated)
 
     def shared(self, request: int, batch: LoadedBatch, mesh: Mesh) -> list[Order]:
-        """Ask all ranks of a group about what the question takes of a batch, in order of rank."""
-        shares = shares_of([batch], mesh, [1.0] * mesh.data, self.splitter)
+        """Ask a group about what the question takes of a batch, in order of rank.
+
+        Replicas take whole batches in turn, as in plain PyTorch: nothing tells whether a loss or outputs of a part are those of
+        the whole. The other replicas get its first rows as a stand-in.
+        """
+        (whole,) = (stand_in,) = self.splitter.split(batch.batch, [(0, batch.rows)], batch.rows)
+        few = min(_STAND_IN_ROWS, batch.rows)
+        if mesh.data > 1 and few < batch.rows:
+            stand_in, _ = self.splitter.split(batch.batch, [(0, few), (few, batch.rows)], batch.rows)
         orders: list[Order] = []
         for rank in range(mesh.size):
-            share = shares[rank // (mesh.stages * mesh.tensor)]
-            rows = sum(share.rows)
+            in_turn = rank // (mesh.stages * mesh.tensor) == batch.index % mesh.data
+            rows, held = (batch.rows, batch.rows) if in_turn else (0, few)
             if rank % mesh.tensor == 0:  # the ranks that share layers share one batch
-                piece: Any = self.question.part(share.pieces[0], self.treated)
-                axes = self._marks(mesh, piece, rows) if isinstance(piece, ARRAYS) else ()
+                piece: Any = self.question.part(whole if in_turn else stand_in, self.treated)
+                axes = self._marks(mesh, piece, held) if isinstance(piece, ARRAYS) else ()
                 if mesh.stages > 1:
                     piece = self.question.for_stage(mesh, mesh.stage_of(rank), piece, self.treated)
                 # Inputs alone have become the first of a pair.
-                axes = tuple(b"\0" + marks for marks in axes) or self._marks(mesh, piece, rows)
-                piece = taken_apart(self.writer, piece, max(1, rows), self.splitter)
+                axes = tuple(b"\0" + marks for marks in axes) or self._marks(mesh, piece, held)
+                piece = taken_apart(self.writer, piece, held, self.splitter)
                 outgoing = OutgoingBatch([piece], single=True)
             record = self._record(request, batch, rows, True)
             orders.append((msgspec.structs.replace(record, axes=axes), outgoing))

@@ -2,7 +2,7 @@
 
 Validation and prediction are two `Question`s; what differs is what travels and what is done with the answers. Whichever
 worker is lost, each batch counts once: an answer is taken the first time it comes, and a batch without one is asked again.
-`pass_over` chooses how batches are dealt: whole ones to whole replicas, or each to all ranks of a group.
+`pass_over` chooses how batches are dealt: to whole replicas, or each to all ranks of a group. No batch is shared out.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Asked:
         request: number of the question.
         orders: what workers were sent and have not answered, by rank.
         ranks: all that were sent it.
-        came: answers of some of the workers that share the batch, by rank.
-        answers: all of them, in the order of rows; empty until they are here.
+        came: answers of some members of the group that was sent the batch, by rank.
+        answers: all of them, in order of rank; empty until they are here.
     """
 
     batch: LoadedBatch
@@ -286,7 +286,7 @@ class StarPass(Pass):
 
 
 class GroupPass(Pass):
-    """Shares every batch among the replicas of a group: all ranks compute, and those that report are counted.
+    """Whole batches to the replicas of a group, in turn; all ranks are sent each, and those that report are counted.
 
     Args:
         job: attached, or about to be.
@@ -349,7 +349,8 @@ class GroupPass(Pass):
 
     def _has_room(self) -> bool:
         # A batch goes another way than the commit, and may overtake it: each rank must have said that it applied the last step.
-        return len(self._open) < WINDOW and self._group.complete(self._job)
+        mesh = self._group.mesh
+        return len(self._open) < max(WINDOW, mesh.stages) * mesh.data and self._group.complete(self._job)
 
     def _deal(self, batch: LoadedBatch) -> None:
         self._asked.append(Asked(batch, 0, {}))

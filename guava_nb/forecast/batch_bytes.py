@@ -57,7 +57,7 @@ def training_batches(run: RunFacts, exchanged: Traffic = NOTHING) -> Feeding:
 
 
 def validation_batches(run: RunFacts, exchanged: Traffic = NOTHING) -> Feeding | None:
-    """Return what the batches of a validation take: each goes whole to one worker, or in parts to all ranks of a group."""
+    """Return what the batches of a validation take: whole to one worker or replica; others of a group get two rows."""
     if run.val is None:
         return None
     mesh, grouped = run.mesh, run.spec.parallel is not None

@@ -183,6 +183,56 @@ def test_every_mode_gives_what_plain_pytorch_gives(
     assert np.array_equal(one["predictions"], outputs.float().topk(2).indices.numpy()) and one["kept"].all()
 
 
+#: A model that compares outputs within a batch, and a loss whose mean is over what counts: parts would give other figures.
+COMPARING = """
+from torch import nn
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x if self.training else x - x.mean(0)
+
+
+def Comparing():
+    return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4), Centred())
+
+
+def over_what_counts(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, ignore_index=0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        ("pipeline", {"micro_batches": 3}),
+        ("zero", {"zero_stage": 1}),
+        ("zero", {"zero_stage": 3}),
+        ("data", {"path": "direct"}),
+    ],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_batches_are_looked_at_whole(session: Session, mode: str, settings: dict[str, Any]) -> None:
+    session.ensure(2)
+    session.orch.set_mode(mode, **{"path": "relay", **settings})
+    loader = DataLoader(data(), 7)
+    run = session.train(
+        DataLoader(data(96), 32), 1, COMPARING, model="Comparing", criterion="over_what_counts", check="off",
+        val_loader=loader,
+    )  # fmt: skip
+    model, outputs = run.model().eval(), []
+    assert run.report()["path"]["path"] == {"path": "relay", **settings}["path"]
+    loss = 0.0
+    with torch.no_grad():
+        for x, y in loader:
+            outputs.append(model(x))
+            loss += nn.functional.cross_entropy(outputs[-1], y, ignore_index=0).item() * len(y) / 101
+    assert run.validations[-1]["loss"] == pytest.approx(loss, abs=1e-12)
+    assert session.orch.validate(loader)["loss"] == pytest.approx(loss, abs=1e-12)
+    found = session.orch.predict(loader, raw=True)["outputs"]
+    assert found == pytest.approx(torch.cat(outputs).numpy(), abs=1e-12)
+
+
 @pytest.mark.parametrize(("mode", "settings"), [("pipeline", {}), ("zero", {"zero_stage": 2})])
 def test_a_rank_killed_in_mid_prediction_is_replaced_by_another(
     session: Session, mode: str, settings: dict[str, Any]

@@ -201,44 +201,36 @@ class PipelinePart(ModelPart):
     # ---------------------------------------------------------------------------------------------------- evaluation
 
     def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, observer: Observer | None = None) -> Measured:
-        """Measure a batch in evaluation mode, without gradients; arguments as for `train_batch`.
+        """Measure a batch in evaluation mode, whole and without gradients; arguments as for `train_batch`.
 
-        `observer` sees outputs, targets and rows of each micro-batch, on the last rank.
+        `observer` sees outputs, targets and rows, on the last rank.
         """
         if stand_in and not self._hooks.runs_stand_ins:
             return _NOTHING
         tally = MicrobatchSums()
-        targets: list[Any] = []
+        targets = to_device(batch[1], self._place.device) if self.takes_targets else None
 
         def last(number: int, outputs: Any) -> None:
-            tally.add(self._criterion(outputs, targets[number], sizes[number]))
+            tally.add(self._criterion(outputs, targets, rows))
             if observer is not None and not stand_in:
-                observer(whole_logits(outputs), targets[number], sizes[number])
+                observer(whole_logits(outputs), targets, rows)
 
-        count = min(self._spec.micro_batches, rows)
-        sizes = micro_batch_sizes(rows, count)
-        if self.takes_targets:
-            targets += self._cut(batch[1], rows, sizes, 1)
-        self._forward(batch[0], rows, sizes, last)
+        self._forward(batch[0], last)
         return tally.measured(0 if stand_in else rows)
 
     def predict_batch(self, batch: Any, rows: int, forward: Forward, stand_in: bool = False) -> list[Predicted]:
-        """Return outputs and rows of each micro-batch in evaluation mode, on the last rank; others have none."""
+        """Return outputs and rows in evaluation mode, on the last rank; others have none."""
         if stand_in and not self._hooks.runs_stand_ins:
             return []
         outputs: list[Predicted] = []
-        sizes = micro_batch_sizes(rows, min(self._spec.micro_batches, rows))
-
-        def keep(number: int, output: Any) -> None:
-            outputs.append((whole_logits(output), sizes[number]))
-
-        self._forward(batch[0], rows, sizes, keep)
+        self._forward(batch[0], lambda number, output: outputs.append((whole_logits(output), rows)))
         return [] if stand_in else outputs
 
-    def _forward(self, inputs: Any, rows: int, sizes: Sequence[int], last: Callable[[int, Any], None]) -> None:
-        parts = self._cut(inputs, rows, sizes, 0) if self.takes_inputs else []
+    def _forward(self, inputs: Any, last: Callable[[int, Any], None]) -> None:
+        # Not in micro-batches: nothing tells whether a loss or outputs of a part are those of the whole batch.
+        parts = [to_device(inputs, self._place.device)] if self.takes_inputs else []
         with torch.no_grad(), evaluating(self.model):
-            self._programs.passage.run(parts, len(sizes), last)
+            self._programs.passage.run(parts, 1, last)
 
     # ----------------------------------------------------------------------------------------------------- gradients
 
