@@ -130,6 +130,16 @@ def test_hidden_buffers_count_only_where_nothing_else_carries_them() -> None:
     assert difference(a, b) == ""
 
 
+def test_memory_that_only_one_of_them_shares_is_named() -> None:
+    a, b = Holder(), Holder()
+    a.layer.linear2.weight.data = a.layer.linear1.weight.data
+    for one, other in ((a, b), (b, a)):
+        told = difference(one, other)
+        assert "layer.linear1.weight and layer.linear2.weight" in told and "in the same memory" in told
+    b.layer.linear2.weight.data = b.layer.linear1.weight.data
+    assert difference(a, b) == ""
+
+
 CELL = """
 from torch import nn
 
