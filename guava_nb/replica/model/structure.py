@@ -90,7 +90,7 @@ def _of_tensors(given: nn.Module, built: nn.Module, pairs: _Pairs, any_float: bo
             hooks = [list((getattr(one, key, None) or {}).values()) for one in (mine, other)]
             if not pairs.same(*hooks):
                 yield _told(f"gradient hooks of {name}", *map(_shown, hooks))
-        if hidden and name not in persistent and not _equal(mine, other):
+        if hidden and name not in persistent and not _equal(mine, other.to(mine.dtype) if any_float else other):
             yield f"the values of buffer {name}, which no state dict carries, are not those that are built"
 
     ours_shared, theirs_shared = (set(overlaps(model)) for model in (given, built))
