@@ -717,3 +717,30 @@ def test_a_buffer_outside_the_state_dict_goes_from_mode_to_mode_and_to_the_user(
         trained = run.model()
         assert float(trained[3].scale) == pytest.approx(float(model[3].scale), abs=1e-12), mode
         assert difference(trained, model) <= 1e-9, mode
+
+
+NORMS = """
+from torch import nn
+
+def Normed():
+    first, bare = nn.BatchNorm1d(16), nn.BatchNorm1d(16, track_running_stats=False)
+    return nn.Sequential(nn.Linear(10, 16), first, nn.Tanh(), nn.Linear(16, 16), bare, nn.Linear(16, 4))
+"""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_worker_without_rows_stands_in_for_batch_norms_too(session: Session, stage: int) -> None:
+    session.ensure(2)
+    exec(NORMS, namespace := {})
+    torch.manual_seed(0)
+    model = namespace["Normed"]().double()  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    session.orch.set_mode("zero", path="relay", zero_stage=stage)
+    options = {"model": "Normed", "criterion": "CrossEntropyLoss", "fresh": True, "shares": [1, 0]}
+    trained = session.train(loader(), 1, NORMS, **options).model()
+    for x, y in loader():
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert difference(trained, model) <= 1e-9
+    assert torch.allclose(trained[1].running_var, model[1].running_var, rtol=0, atol=1e-12)
