@@ -15,7 +15,7 @@ from guava_nb.nested import AxisOf
 from guava_nb.parallel.foreign_use import PartsInUse
 from guava_nb.parallel.loss_interface import Forward, Measured, Objective, Observer, Predicted, measured
 from guava_nb.parallel.module_state import evaluating
-from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
+from guava_nb.parallel.replicas.batch_norm import explaining_few_rows, taking_one_row
 from guava_nb.parallel.replicas.buffer_sync import kept_buffers
 from guava_nb.parallel.replicas.data_axis import DataAxis
 from guava_nb.parallel.state.full_state import StatePiece
@@ -104,7 +104,10 @@ class WholeModelPart:
             with self._data.gathering(stand_in):
                 return self._train(batch, rows, factor, last)
         if self._data.runs_stand_ins:
-            with self._data.standing_in(), kept_buffers(self.model), self._data.gathering(stand_in):
+            with (
+                self._data.standing_in(), taking_one_row(self.model), kept_buffers(self.model),
+                self._data.gathering(stand_in),
+            ):  # fmt: skip
                 self._train(batch, rows, 0.0, last)
             self._rows -= rows
         return _NOTHING
@@ -114,7 +117,7 @@ class WholeModelPart:
         if self._data.runs_stand_ins:
             return
         gradients = [(p, p.grad) for p in self.named.values()]  # a step function may call backward by itself
-        with kept_buffers(self.model), self._data.gathering(True):
+        with taking_one_row(self.model), kept_buffers(self.model), self._data.gathering(True):
             self._objective(self.model, batch, 1, False)
         for parameter, gradient in gradients:
             parameter.grad = gradient

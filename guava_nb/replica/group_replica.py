@@ -43,7 +43,7 @@ from guava_nb.replica.outputs import inputs_of
 from guava_nb.replica.preprocess import pair_of
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork
-from guava_nb.replica.state_dict import copied, extra_states, give_extra_states, parameter_hash, weights_digest
+from guava_nb.replica.state_dict import copied, extra_states, give_extra_states, parameter_hash, plain, weights_digest
 from guava_nb.spec.factories import Resolve
 
 __all__ = ["GroupReplica"]
@@ -83,6 +83,8 @@ class GroupReplica(BaseReplica):
             None if spec.criterion is None else scoring(build_criterion(spec, resolve, device), in_training=False)
         )
         model = place_model(build_model(spec, resolve), spec, torch.device("cpu"))
+        carried = model.state_dict().keys()
+        self._hidden = {name: buffer.shape for name, buffer in model.named_buffers() if name not in carried}
         self.layout = build_layout(model, spec.bucket_bytes)
         self.wire = BucketWire(self.layout)
         self._use_optimizer(self._make_optimizer(dict(model.named_parameters())))
@@ -305,13 +307,26 @@ class GroupReplica(BaseReplica):
 
     def _model_state(self) -> dict[str, Any]:
         with self._buffers.as_committed():  # a later step may be in work, or one that was aborted not taken back yet
-            return {"model": self._standing.model_pieces(), "extra": extra_states(self._module)}
+            return {
+                "model": self._standing.model_pieces(),
+                "extra": extra_states(self._module),
+                "buffers": plain(self._hidden_buffers(), "buffers"),
+            }
+
+    def _hidden_buffers(self) -> dict[str, Tensor]:
+        """Return those that training moved and no state dict carries, by their names in the whole model."""
+        moved = ((self._full_name(name), value) for name, value in self._buffers.hidden().items())
+        return {name: value for name, value in moved if self._hidden.get(name) == value.shape}
 
     def _optimizer_state(self) -> Any:
         return self._standing.optimizer_pieces()
 
     def _load(self, state: Mapping[str, Any]) -> None:
         if "model" in state:
+            hidden = state.get("buffers") or {}
+            local = ((name, self._full_name(name)) for name, _ in self._module.named_buffers())
+            # Before all else is loaded: what the replicas hold then counts as equal.
+            self._buffers.load_hidden({name: hidden[full] for name, full in local if full in hidden})
             self._standing.load(state["model"], copied(state.get("optimizer")))
             give_extra_states(self._module, state["model"])
         self._buffers.save_all()

@@ -397,7 +397,8 @@ def _together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     from guava_nb.parallel.state.full_state import assemble, assemble_optimizer
 
     model = {**assemble([part["model"] for part in parts]), **parts[0].get("extra", {})}
-    state: dict[str, Any] = {"model": model, "buffers": {}}
+    hidden = {name: value for part in reversed(parts) for name, value in part.get("buffers", {}).items()}
+    state: dict[str, Any] = {"model": model, "buffers": hidden}
     if "optimizer" in parts[0]:
         state["optimizer"] = assemble_optimizer([part["optimizer"] for part in parts])
         state["scheduler"] = next((part["scheduler"] for part in parts if part["scheduler"] is not None), None)

@@ -14,6 +14,7 @@ import torch
 from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.model.build import build_model
+from guava_nb.replica.model.shared_memory import refuse_overlaps
 from guava_nb.replica.model.structure import first_difference
 from guava_nb.replica.one_step_check.python_state import changed_since, digests
 from guava_nb.replica.rounds.local_replica import whole_replica
@@ -41,6 +42,7 @@ def build_ensemble(
 
     Raises:
         CheckpointError: the registered model is not what the factory builds.
+        ConfigError: two tensors of it lie in the same memory, and the mode would part them.
         GuavaError: model, loss, optimizer or scheduler cannot be built.
     """
 
@@ -53,6 +55,8 @@ def build_ensemble(
         module._compiled_call_impl = None
     if weights is not None:
         _check_instance(spec, weights, model)
+    if spec.parallel is not None and spec.parallel.mode != "data":
+        refuse_overlaps(model, f"mode {spec.parallel.mode!r}")
     master = whole_replica(spec, find, torch.device("cpu"), model)
     if weights is not None:
         built, state = dict(master.model.named_buffers()), weights.state_dict()

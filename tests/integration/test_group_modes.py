@@ -678,3 +678,69 @@ def test_runs_in_a_row_go_on_with_the_group_that_stands_in_one_mode_after_anothe
             assert replicas is not None and (replicas.after is not None) == again
             assert not again or wire["parameter_bytes"] < 4000, "no state moved"
         assert difference(run.model(), model) <= 1e-9, mode
+
+
+HIDDEN = """
+import torch
+from torch import nn
+
+class Growing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.scale.mul_(1.05)
+        return x * self.scale
+
+def Hidden():
+    return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), Growing(), nn.Linear(16, 4))
+"""
+
+
+def test_a_buffer_outside_the_state_dict_goes_from_mode_to_mode_and_to_the_user(session: Session) -> None:
+    """Training changes it: the model that comes back has it, and the next run goes on from it."""
+    session.ensure(2)
+    exec(HIDDEN, namespace := {})
+    torch.manual_seed(0)
+    model = namespace["Hidden"]().double()  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    modes = [(mode, {"micro_batches": 1} if mode == "pipeline" else settings) for mode, settings in ROWS_IN_A_ROW]
+    for mode, settings in modes:
+        session.orch.set_mode(mode, **{"path": "relay", **settings})
+        run = session.train(loader(), 1, HIDDEN, model="Hidden", criterion="CrossEntropyLoss", fresh=mode == "data")
+        for x, y in loader():
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        trained = run.model()
+        assert float(trained[3].scale) == pytest.approx(float(model[3].scale), abs=1e-12), mode
+        assert difference(trained, model) <= 1e-9, mode
+
+
+NORMS = """
+from torch import nn
+
+def Normed():
+    first, bare = nn.BatchNorm1d(16), nn.BatchNorm1d(16, track_running_stats=False)
+    return nn.Sequential(nn.Linear(10, 16), first, nn.Tanh(), nn.Linear(16, 16), bare, nn.Linear(16, 4))
+"""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_worker_without_rows_stands_in_for_batch_norms_too(session: Session, stage: int) -> None:
+    session.ensure(2)
+    exec(NORMS, namespace := {})
+    torch.manual_seed(0)
+    model = namespace["Normed"]().double()  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    session.orch.set_mode("zero", path="relay", zero_stage=stage)
+    options = {"model": "Normed", "criterion": "CrossEntropyLoss", "fresh": True, "shares": [1, 0]}
+    trained = session.train(loader(), 1, NORMS, **options).model()
+    for x, y in loader():
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert difference(trained, model) <= 1e-9
+    assert torch.allclose(trained[1].running_var, model[1].running_var, rtol=0, atol=1e-12)

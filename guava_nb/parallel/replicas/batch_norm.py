@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from guava_nb.errors import ConfigError, TrainingError
 
-__all__ = ["SyncedNorms", "explaining_few_rows"]
+__all__ = ["SyncedNorms", "explaining_few_rows", "taking_one_row"]
 
 
 class _SumOverGroup(torch.autograd.Function):
@@ -135,6 +135,30 @@ class SyncedNorms:
         finally:
             for norm in self._norms:
                 norm._stand_in = False
+
+
+@contextmanager
+def taking_one_row(model: nn.Module) -> Iterator[None]:
+    """Let batch norms take the one row of a stand-in, of which nothing counts: in training they want two values a channel.
+
+    Those that share their statistics see the rows of all replicas, and stay as they are.
+    """
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, _Synced)]
+    training = [norm for norm in norms if norm.training]
+    bare = [norm for norm in norms if norm.running_mean is None]  # these go by the batch in evaluation mode, too
+    like = next(model.parameters(), torch.empty(0))
+    for norm in training:
+        norm.training = False
+    for norm in bare:
+        norm.running_mean = torch.zeros(norm.num_features, dtype=like.dtype, device=like.device)
+        norm.running_var = torch.ones_like(norm.running_mean)
+    try:
+        yield
+    finally:
+        for norm in training:
+            norm.training = True
+        for norm in bare:
+            norm.running_mean = norm.running_var = None
 
 
 def _too_few_rows(error: ValueError, models: Sequence[nn.Module]) -> TrainingError | None:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from guava_nb.replica.model.shared_memory import overlaps
+
 __all__ = ["first_difference"]
 
 #: Compared by their names, or of torch's own making at each call.
@@ -88,8 +90,13 @@ def _of_tensors(given: nn.Module, built: nn.Module, pairs: _Pairs, any_float: bo
             hooks = [list((getattr(one, key, None) or {}).values()) for one in (mine, other)]
             if not pairs.same(*hooks):
                 yield _told(f"gradient hooks of {name}", *map(_shown, hooks))
-        if hidden and name not in persistent and not _equal(mine, other):
+        if hidden and name not in persistent and not _equal(mine, other.to(mine.dtype) if any_float else other):
             yield f"the values of buffer {name}, which no state dict carries, are not those that are built"
+
+    ours_shared, theirs_shared = (set(overlaps(model)) for model in (given, built))
+    for pair in sorted(ours_shared ^ theirs_shared):
+        told = ("two tensors in the same memory", "in memory of their own")
+        yield _told(f"the pair {pair[0]} and {pair[1]}", *(told if pair in ours_shared else told[::-1]))
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:

@@ -130,6 +130,27 @@ def test_hidden_buffers_count_only_where_nothing_else_carries_them() -> None:
     assert difference(a, b) == ""
 
 
+def test_a_hidden_buffer_may_have_another_float_dtype_where_the_run_has_one_for_all() -> None:
+    a, b = nn.Identity(), nn.Identity()
+    for model in (a, b):
+        model.register_buffer("mask", torch.tensor([0.1, float("nan")]), persistent=False)
+    a.double()
+    assert difference(a, b, any_float=True) == ""
+    assert "dtype of mask" in difference(a, b)
+    a.mask.add_(1e-9)
+    assert "buffer mask" in difference(a, b, any_float=True)
+
+
+def test_memory_that_only_one_of_them_shares_is_named() -> None:
+    a, b = Holder(), Holder()
+    a.layer.linear2.weight.data = a.layer.linear1.weight.data
+    for one, other in ((a, b), (b, a)):
+        told = difference(one, other)
+        assert "layer.linear1.weight and layer.linear2.weight" in told and "in the same memory" in told
+    b.layer.linear2.weight.data = b.layer.linear1.weight.data
+    assert difference(a, b) == ""
+
+
 CELL = """
 from torch import nn
 
