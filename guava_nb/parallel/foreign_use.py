@@ -244,7 +244,7 @@ def _text(parameter: str, func: Callable[..., Any], is_sharded: bool) -> str:
     else:
         way = (
             "in tensor mode each worker holds a part of it: keep the layer whole with "
-            f'tensor_plan={{"{layer}": "replicate"}} (--plan), or use another mode; a penalty on all weights is '
-            "weight_decay of the optimizer"
+            f'tensor_plan={{"{layer}": "replicate"}} (--plan), or use another mode. An L2 penalty, for example, can be '
+            "weight_decay of SGD or Adam instead"
         )
     return f"{parameter!r} is read outside its layer, by {_name(func)}, and {way}"

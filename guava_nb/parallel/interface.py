@@ -25,6 +25,7 @@ class ModelPart(Protocol):
         model: the local module.
         named: full name to local parameter, a tied one once.
         optimizer: of these parameters.
+        first_group: the number in it of the whole optimizer's first group; None where that lies on other ranks.
         layout: how the whole model is spread, in words; "" for whole replicas.
         cut_along: how the next batch, a pair, is cut into micro-batches; None goes by length.
     """
@@ -35,6 +36,7 @@ class ModelPart(Protocol):
     model: nn.Module
     named: dict[str, nn.Parameter]
     optimizer: Optimizer
+    first_group: int | None
     layout: str
     cut_along: AxisOf | None
 

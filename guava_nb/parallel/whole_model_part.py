@@ -45,6 +45,7 @@ class WholeModelPart:
         model: the local module.
         named: full name to local parameter.
         optimizer: of these parameters.
+        first_group: 0, as it has all groups.
         layout: how the whole model is spread, in words.
         cut_along: of no use here.
     """
@@ -52,6 +53,7 @@ class WholeModelPart:
     takes_inputs = True
     takes_targets = True
     layout = ""
+    first_group: int | None = 0
     cut_along: AxisOf | None = None
 
     def __init__(

@@ -134,7 +134,7 @@ class BaseReplica(ABC):
 
     @property
     def learning_rate(self) -> float | None:
-        """Learning rate of the first parameter group; None on a rank without parameters."""
+        """Learning rate of the whole optimizer's first parameter group; None on a rank that has nothing of it."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else None
 
     # ---------------------------------------------------------------------------------------------------------- a step

@@ -141,6 +141,13 @@ class GroupReplica(BaseReplica):
     def _make_optimizer(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         return build_optimizer(self._spec.optimizer, list(named.items()), self.resolve)
 
+    @property
+    def learning_rate(self) -> float | None:
+        """As `BaseReplica.learning_rate`; stages have groups of their own."""
+        if self.part is None or self.part.first_group is None:
+            return None
+        return float(self.part.optimizer.param_groups[self.part.first_group]["lr"])
+
     def close(self) -> None:
         """Forget the part; the group it was spread over is gone."""
         self.part = self._axes = None

@@ -228,6 +228,32 @@ def test_tokens_count_once_however_a_batch_is_shared(session: Session, mode: str
     assert sum(row["tokens"] or 0 for row in run.energy_record()["workers"]) == 11 * 101
 
 
+#: Groups of unlike rates, of which the first lies on one stage: a group for each parameter, and the head before the rest.
+GROUPED = """
+def one_each(named):
+    return torch.optim.SGD([{"params": [p], "lr": 0.1 / p.shape[-1]} for _, p in named])
+
+
+def head_first(named):
+    head = [p for name, p in named if name.startswith("3.")]
+    return torch.optim.SGD(
+        [{"params": head, "lr": 0.02}] * bool(head)
+        + [{"params": [p for name, p in named if not name.startswith("3.")], "lr": 0.05}]
+    )
+"""
+
+
+@pytest.mark.parametrize(("optimizer", "rate"), [("one_each", 0.01), ("head_first", 0.02)])
+def test_the_rate_told_is_that_of_the_whole_optimizers_first_group(
+    session: Session, optimizer: str, rate: float
+) -> None:
+    session.ensure(2)
+    run = train(session, "pipeline", loader(), epochs=3, more=GROUPED, optimizer=optimizer, optimizer_args=None,
+                scheduler="StepLR", scheduler_args={"step_size": 6, "gamma": 0.5})  # fmt: skip
+    assert run.wait(60) and run.result()
+    assert [step["learning_rate"] for step in run.history] == pytest.approx([rate] * 6 + [rate / 2] * 6)
+
+
 def test_more_micro_batches_than_rows_are_told_once(session: Session) -> None:
     session.ensure(2)
     for number, told in ((33, 1), (32, 0)):

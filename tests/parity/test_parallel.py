@@ -58,7 +58,7 @@ def run(pool: GroupPool, backend: str, case: Scenario) -> list[dict[str, Any]]:
 
 def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert list(a) == list(b)
-    return max(float((a[k] - b[k]).abs().max()) for k in a)
+    return max(float((a[k] - b[k]).abs().max()) for k in a if a[k].numel())
 
 
 def compare(case: Scenario, ranks: list[dict[str, Any]], tolerance: float) -> None:
@@ -234,6 +234,14 @@ def test_a_forward_that_looks_at_whole_rows_is_found_on_the_first_batch(
 @pytest.mark.parametrize("name", FEW[:4])
 def test_layers_that_only_one_replica_uses(pool: GroupPool, name: str) -> None:
     case = Scenario(spec=SPECS[name], model="choosy", steps=10, rows=2)
+    compare(case, run(pool, "gloo", case), 1e-9)
+
+
+@pytest.mark.parametrize("name", ["zero 2", "zero 3", "zero 3 of 3"])
+@pytest.mark.parametrize("model", ["scaled", "emptied"])
+def test_scalars_and_empty_layers_that_not_every_replica_uses(pool: GroupPool, model: str, name: str) -> None:
+    """They are summed whole, in a collective that must not fall among those of the blocks."""
+    case = Scenario(spec=SPECS[name], model=model, steps=8, rows=SPECS[name].dp)
     compare(case, run(pool, "gloo", case), 1e-9)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -502,6 +503,39 @@ class Routed(nn.Module):
         return h
 
 
+class Scaled(Routed):
+    """Even rows leave out the blocks, and with them a scalar and a layer without elements."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that there is nothing to draw for it
+            self.empty = nn.Sequential(nn.Linear(WIDTH, 0, bias=False), nn.Linear(0, WIDTH, bias=False))
+
+    def route(self, h: Tensor, first: Tensor) -> Tensor:
+        odd = (first % 2 == 1)[:, None, None]
+        if bool(odd.any()):
+            part = h
+            for block in self.blocks:
+                part = part + block(part)
+            h = torch.where(odd, part * self.scale + self.empty(part), h)
+        return h
+
+
+class Emptied(Scaled):
+    """All rows take the blocks; even ones leave out the layer without elements only."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        del self.scale
+
+    def route(self, h: Tensor, first: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = h + block(h)
+        return h + self.empty(h) if bool((first % 2 == 1).any()) else h
+
+
 class RawExperts(Routed):
     """Experts see what has no gradient, and their outputs are not in the loss of every row."""
 
@@ -592,7 +626,7 @@ class Late(Routed):
 
 MODELS |= {
     "experts": Routed, "raw experts": RawExperts, "exiting": Exiting, "turning": Turning, "frozen": Frozen, "late": Late,
-    "towers": Towers,
+    "towers": Towers, "scaled": Scaled, "emptied": Emptied,
 }  # fmt: skip
 
 

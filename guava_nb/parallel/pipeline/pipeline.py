@@ -135,12 +135,23 @@ class PipelinePart(ModelPart):
         chosen = {name for group in self._order.groups for name in group}
         # Torch refuses an optimizer of nothing, and schedulers need one with the settings of all the others.
         optimizer = make(self.named) if chosen & set(self.named) else _emptied(whole)
+        self.first_group = self._place_of_first(optimizer)
         optimizer = self._hooks.spread_optimizer(optimizer, self.named)
         self._members = [
             [self._names[id(parameter)] for parameter in group["params"] if id(parameter) in self._names]
             for group in optimizer.param_groups
         ]
         return optimizer
+
+    def _place_of_first(self, optimizer: Optimizer) -> int | None:
+        """The user's function makes groups of this rank's parameters, so they may be fewer than those of the whole model."""
+        first = set(self._order.groups[0]) & set(self._split.holders)
+        if not first:
+            return 0  # no stage has any of it
+        for number, group in enumerate(optimizer.param_groups):
+            if any(self._names.get(id(parameter)) in first for parameter in group["params"]):
+                return number
+        return None
 
     # ----------------------------------------------------------------------------------------------------- training
 

@@ -99,9 +99,11 @@ class DataAxis:
         return gathering(gather_over(self.group, stand_in))
 
     def begin(self, last: bool) -> None:
-        """A backward is about to start."""
+        """A backward is about to start; with `last` sums may leave during it."""
         if self.summing:
-            self.summing.begin(last)
+            # Where backward has collectives of its own, sums wait for its end: how far a replica's sums are between two of
+            # these depends on which parameters its samples use, and peers would send in another order.
+            self.summing.begin(last and not self.runs_stand_ins)
 
     def end(self) -> None:
         """A backward is over."""

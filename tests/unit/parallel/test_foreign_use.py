@@ -81,6 +81,11 @@ def test_a_part_that_is_read_as_the_whole_is_named(extra: Callable[[Net], object
         run(Net(extra))
 
 
+def test_what_an_optimizer_can_do_instead_is_said_of_an_l2_penalty_only() -> None:
+    with pytest.raises(ConfigError, match=r"another mode\. An L2 penalty, for example, can be weight_decay of SGD"):
+        run(Net(lambda net: net.first.weight.abs().sum()))
+
+
 def test_evaluation_is_looked_at_too() -> None:
     net = Net(lambda net: None if net.training else net.first.weight.sum())
     watcher = PartsInUse(net)
