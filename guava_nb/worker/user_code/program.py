@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -30,6 +31,11 @@ _LIBRARIES = (
     ("accelerate.state", "PartialState"),
     ("accelerate.state", "GradientState"),
 )
+
+
+#: The groups of the last programs. A DistributedDataParallel that is the last to hold one ends it with Python's lock held, and
+#: waits for gloo's threads, one of which may want the lock; torch gives the lock away where Python lets go of a group.
+_GROUPS: deque[Any] = deque(maxlen=8)
 
 
 class ProgramEnded(GuavaError):
@@ -59,6 +65,7 @@ def run_program(
         formed += 1  # a name for each: a program may destroy its group and make another one
         seat.form(replace(group, name=f"{group.name}{formed}/"))
         seat.complete()
+        _GROUPS.append(torch.distributed.group.WORLD)
 
     def say(sentence: str) -> None:
         sys.stdout.write(f"{sentence}\n")
