@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from guava_nb.errors import CheckpointError
+from guava_nb.random_streams import STREAMS, place_in, put_back
 
 __all__ = ["KeptByObjects", "RandomState"]
 
@@ -27,7 +28,6 @@ __all__ = ["KeptByObjects", "RandomState"]
 _MOST_ENTRIES, _MOST_BYTES, _MOST_OBJECTS = 256, 1 << 16, 2000
 #: Methods that a loader calls of the user's objects.
 _CALLED = ("__call__", "__getitem__", "__iter__")
-_STREAMS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class KeptByObjects:
         for names, written in self._globals:
             names.update(written)
         for stream, place in self._streams:
-            _go_to(stream, place)
+            put_back(stream, place)
         for array, saved, _ in self._arrays.values():
             if saved is not None and not _holds(array, saved):
                 with torch.no_grad():
@@ -156,8 +156,8 @@ class KeptByObjects:
         if id(value) in self._seen or len(self._seen) > _MOST_OBJECTS or isinstance(value, type | types.ModuleType):
             return
         self._seen[id(value)] = value
-        if isinstance(value, _STREAMS):
-            self._streams.append((value, _place_of(value)))
+        if isinstance(value, STREAMS):
+            self._streams.append((value, place_in(value)))
         elif isinstance(value, torch.Tensor):
             is_small = value.numel() * value.element_size() <= _MOST_BYTES and value.layout is torch.strided
             self._arrays[name] = value, value.detach().clone() if is_small else None, value._version
@@ -214,18 +214,3 @@ def _holds(array: Any, saved: Any) -> bool:
     if array is None or saved is None:
         return array is saved
     return torch.equal(array, saved) if isinstance(array, torch.Tensor) else np.array_equal(array, saved)
-
-
-def _place_of(stream: Any) -> Any:
-    if isinstance(stream, random.Random):
-        return stream.getstate()
-    return stream.bit_generator.state if isinstance(stream, np.random.Generator) else stream.get_state()
-
-
-def _go_to(stream: Any, place: Any) -> None:
-    if isinstance(stream, random.Random):
-        stream.setstate(place)
-    elif isinstance(stream, np.random.Generator):
-        stream.bit_generator.state = place
-    else:
-        stream.set_state(place)

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from guava_nb.errors import TrainingError
 from guava_nb.nested import map_leaves
-from guava_nb.parallel.random_streams import streams_kept
+from guava_nb.random_streams import streams_kept
 
 __all__ = ["back_to", "evaluating", "late_gradient", "to_device", "unchanged"]
 

@@ -267,9 +267,8 @@ def _difference(first: Mapping[str, Tensor], whole: _Played, found: _Played, par
         if of_other_shape
         else f"it gave {name!r} other numbers when it got {part.what}"
     )
-    if (
-        not part.is_cut and part.owned is None and hasattr(torch.optim, found.name)
-    ):  # each of torch's looks at one at a time
+    goes_by_one = hasattr(torch.optim, found.name)  # as all of torch's do, whatever chose their groups
+    if goes_by_one and not part.is_cut and part.owned is None:
         return (
             f"the function that makes {found.name} goes by the place of a parameter among the others, or by their number (a "
             f"learning rate for each layer, say): tried on small stand-ins, {how}. Let it go by the names, or use data mode"

@@ -22,7 +22,6 @@ from guava_nb.parallel.left_behind import refuse_left_behind
 from guava_nb.parallel.loss_interface import Learning, MakeOptimizer
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.optimizer_trial import check_optimizer, check_sharded_optimizer
-from guava_nb.parallel.random_streams import streams_kept
 from guava_nb.parallel.replicas import zero1
 from guava_nb.parallel.replicas.call_order import Habit
 from guava_nb.parallel.replicas.data_axis import make_data_axis
@@ -33,6 +32,7 @@ from guava_nb.parallel.tensor.tensor_plan import Plan, apply_plan
 from guava_nb.parallel.tensor.tensor_sums import TensorSums
 from guava_nb.parallel.whole_model_part import WholeModelPart
 from guava_nb.protocol.messages import ParallelSpec
+from guava_nb.random_streams import streams_kept
 
 __all__ = ["MODES", "check_model", "check_parallel", "parallelize"]
 

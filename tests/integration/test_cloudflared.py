@@ -20,7 +20,7 @@ from guava_nb.tunnels.cloudflared import CloudflaredTunnel
 from guava_nb.tunnels.cloudflared_program import find_cloudflared
 from guava_nb.tunnels.registry import make_tunnel
 from guava_nb.tunnels.tunnel import Address
-from tests.support.cloudflared import FakeCloudflared, runs
+from tests.support.cloudflared import FakeCloudflared, runs, stand_in
 from tests.support.links import exchange, nothing_left_behind, own_port, world
 from tests.support.processes import ROOT, eventually
 
@@ -29,16 +29,8 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="the stand-in is told th
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCloudflared]:
-    made = FakeCloudflared(tmp_path)
-    for name, value in made.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(CloudflaredTunnel, "settle_s", 0.0)
-    with nothing_left_behind():
+    with stand_in(tmp_path, monkeypatch) as made, nothing_left_behind():
         yield made
-    left = made.alive()
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert left == []
 
 
 def test_a_link_through_it_and_the_sentence_when_nothing_listens(fake: FakeCloudflared) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import signal
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +15,9 @@ from guava_nb.install.bootstrap import NotBrought, bring, fetch
 from guava_nb.install.cell import WORKER_NEEDS, wheel_request
 from guava_nb.protocol.handshake_proof import PREAMBLE
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.tunnels.cloudflared import CloudflaredTunnel
 from guava_nb.tunnels.registry import make_tunnel
 from tests.support.bare_venv import bare_venv, closure, repack
-from tests.support.cloudflared import FakeCloudflared
+from tests.support.cloudflared import FakeCloudflared, stand_in
 from tests.support.kernels import Kernel
 from tests.support.links import World, nothing_left_behind, own_port, world
 from tests.support.processes import ROOT
@@ -39,13 +37,8 @@ def code_of(made: World, scheme: str) -> JoinCode:
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCloudflared]:
-    made = FakeCloudflared(tmp_path)
-    for name, value in made.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(CloudflaredTunnel, "settle_s", 0.0)
-    yield made
-    for pid in made.alive():
-        os.kill(pid, signal.SIGKILL)
+    with stand_in(tmp_path, monkeypatch) as made:
+        yield made
 
 
 @pytest.mark.parametrize(("tls", "scheme"), [(True, "tls"), (True, "ws"), (False, "tcp"), (False, "ws")])

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from guava_nb.tunnels.cloudflared import CloudflaredTunnel
 from tests.support.nginx import certify
@@ -42,6 +47,20 @@ class FakeCloudflared:
 
     def alive(self) -> list[int]:
         return [pid for pid in self.started() if runs(pid)]
+
+
+@contextmanager
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCloudflared]:
+    """The stand-in on PATH's terms, without a wait until it has settled; what it leaves running is ended, and fails the test."""
+    made = FakeCloudflared(folder)
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(CloudflaredTunnel, "settle_s", 0.0)
+    yield made
+    left = made.alive()
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
 
 
 def runs(pid: int) -> bool:

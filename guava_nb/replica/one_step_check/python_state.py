@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from guava_nb.data.codec import tensor_bytes
-from guava_nb.parallel.random_streams import STREAMS, place_in, put_back
+from guava_nb.random_streams import STREAMS, place_in, put_back
 from guava_nb.spec.own_code import is_own, users_function
 
 __all__ = ["Kept", "ModuleGlobals", "PythonState", "adopt", "changed_since", "digests", "is_alike", "is_apart"]

@@ -51,12 +51,17 @@ def test_a_session_that_is_dropped_is_shown_no_more(tmp_path: Path) -> None:
     assert not writer._thread.is_alive() and list(tmp_path.iterdir()) == []
 
 
-def test_one_whose_process_was_killed_stays_and_comes_after_one_that_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the sessions of this user lie."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    folder = tmp_path / "guava_nb"
-    folder.mkdir()
+    (tmp_path / "guava_nb").mkdir()
+    return tmp_path / "guava_nb"
+
+
+def test_one_whose_process_was_killed_stays_and_comes_after_one_that_lives(
+    folder: Path,
+) -> None:
     assert not session_statuses()
     (folder / "noise.status").write_bytes(b"\x91")
     other = subprocess.Popen([sys.executable, "-c", HELD, str(folder / "old.json")], stdout=subprocess.PIPE)
@@ -76,11 +81,8 @@ def test_one_whose_process_was_killed_stays_and_comes_after_one_that_lives(
 
 
 def test_one_with_a_run_that_goes_on_comes_before_newer_ones_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    folder = tmp_path / "guava_nb"
-    folder.mkdir()
     ended = replace(STATUS, run=replace(RUN, state="done"))
     shown = {"trains": STATUS, "idle": replace(STATUS, run=None), "ended": ended}
     began = began_at(psutil.Process())

@@ -1,6 +1,6 @@
 """Streams of random numbers of the user's own: where they are, and putting them back there.
 
-torch's own stream and those of `random` and `numpy.random` are nobody's here; each step seeds them.
+torch's own stream and those of `random` and `numpy.random` are left alone; each step seeds them.
 """
 
 from __future__ import annotations

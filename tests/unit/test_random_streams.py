@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from guava_nb.parallel.random_streams import streams_kept
+from guava_nb.random_streams import streams_kept
 
 GLOBAL = torch.Generator().manual_seed(1)
 SEVERAL = {"numpy": np.random.default_rng(1), "python": random.Random(1)}
