@@ -57,6 +57,8 @@ class OuterMethod:
         momentum: Nesterov's; 0 has no buffer.
         wire_format: of the pseudo-gradients.
         decay: how much of what a member did not send counts in its next round.
+        keeps_rest: what a member did not send stays in its own weights, where its next round begins, and an element becomes the
+            mean of those members only that sent it.
     """
 
     name: str
@@ -64,6 +66,7 @@ class OuterMethod:
     momentum: float = 0.0
     wire_format: WireFormat = field(default_factory=Unchanged)
     decay: float = 1.0
+    keeps_rest: bool = False
 
     def feedback(self) -> ErrorFeedback:
         """Return a member's encoder, without residuals; it takes one `commit` or `discard` a round."""
@@ -97,12 +100,14 @@ def sparse_format(density: float = 1 / 64, bits: int = 2) -> TopK:
 
 
 #: `average`: local SGD, the mean of the members' weights. `nesterov`: DiLoCo (arXiv:2311.08105). `sparse`: SparseLoCo
-#: (arXiv:2508.15706), whose error feedback takes the place of the outer momentum. Numbers as in the papers.
+#: (arXiv:2508.15706), whose error feedback takes the place of the outer momentum. Numbers as in the papers. `partial`: partial
+#: averaging, the method of our own that `tests/benchmarks/RESULTS.md` has measured beside them.
 OUTER_METHODS: Mapping[str, OuterMethod] = {
     one.name: one
     for one in (
         OuterMethod("average"),
         OuterMethod("nesterov", learning_rate=0.7, momentum=0.9),
         OuterMethod("sparse", wire_format=sparse_format(), decay=0.95),
+        OuterMethod("partial", wire_format=sparse_format(), keeps_rest=True),
     )
 }

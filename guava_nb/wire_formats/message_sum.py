@@ -10,7 +10,7 @@ from torch import Tensor
 
 from guava_nb.wire_formats.wire_format import Device, WireFormat, accumulation_dtype
 
-__all__ = ["WayDown", "shorter_way_down", "sum_of_messages"]
+__all__ = ["WayDown", "mean_of_senders", "shorter_way_down", "sum_of_messages"]
 
 
 def sum_of_messages(
@@ -32,6 +32,27 @@ def sum_of_messages(
         decoded = wire_format.decode(message, numel, dtype, device)
         total = decoded if total is None else total.add_(decoded)
     return torch.zeros(numel, dtype=accumulation_dtype(dtype), device=device) if total is None else total
+
+
+def mean_of_senders(
+    wire_format: WireFormat,
+    messages: Iterable[Any],
+    numel: int,
+    dtype: torch.dtype = torch.float32,
+    device: Device = "cpu",
+) -> Tensor:
+    """Return of each element the mean of the messages in which it is not 0, `[numel]`, in the types of `sum_of_messages`.
+
+    Raises:
+        RemoteProtocolError: as `sum_of_messages`.
+    """
+    total = torch.zeros(numel, dtype=accumulation_dtype(dtype), device=device)
+    senders = torch.zeros(numel, dtype=torch.int16, device=device)
+    for message in messages:
+        decoded = wire_format.decode(message, numel, dtype, device)
+        total += decoded
+        senders += decoded != 0
+    return total.div_(senders.clamp_(min=1))
 
 
 class WayDown(NamedTuple):
