@@ -258,6 +258,7 @@ _LINE_OF: Mapping[Kind, Callable[[str, str, OptionInfo], Option]] = {
     "metrics": lambda flag_name, text, info: _metrics(text),
     "choice": lambda flag_name, text, info: _one(flag_name, info.choices, text),
     "count": lambda flag_name, text, info: _count(flag_name, text),
+    "whole": lambda flag_name, text, info: _count(flag_name, text, 0),
     "seed": lambda flag_name, text, info: _count(flag_name, text, 0),
     "norm": lambda flag_name, text, info: option(flag_name, metavar="X", type=number, help=text),
     "size": lambda flag_name, text, info: option(flag_name, metavar="SIZE", type=byte_size, help=text),

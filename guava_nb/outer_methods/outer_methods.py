@@ -17,7 +17,7 @@ from guava_nb.wire_formats.error_feedback import ErrorFeedback
 from guava_nb.wire_formats.top_k import TopK
 from guava_nb.wire_formats.wire_format import WireFormat, accumulation_dtype
 
-__all__ = ["OUTER_METHODS", "OuterMethod", "pseudo_gradient", "sparse_format", "weighted_mean"]
+__all__ = ["OUTER_METHODS", "OuterMethod", "mixed", "pseudo_gradient", "sparse_format", "weighted_mean"]
 
 _CHUNK = 4096
 
@@ -45,6 +45,11 @@ def weighted_mean(contributions: Iterable[tuple[float, Tensor]]) -> Tensor:
     for weight, flat in given:
         mean += flat * (weight / total)
     return mean
+
+
+def mixed(own: Tensor, common: Tensor, mixing: float) -> Tensor:
+    """Return what a member goes on with when weights come that it did not wait for: `mixing` parts of its own, else common."""
+    return torch.lerp(common.detach(), own.detach(), mixing)
 
 
 @dataclass(frozen=True)

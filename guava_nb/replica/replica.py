@@ -364,8 +364,11 @@ class Replica(BaseReplica):
         self._drop_gradients()
         self._exchange.recycle()
         self._forward_writes.forget()
-        self.wire.commit()
-        (self._buffers.commit if sums is None else self._buffers.follow)()
+        if sums is None:  # a worker's own step settles nothing that was sent
+            self._buffers.commit()
+        else:
+            self.wire.commit()
+            self._buffers.follow()
 
     def _adopt_buffers(self, sums: Buckets) -> None:
         if self.layout.buffers is not None:
@@ -486,15 +489,12 @@ def _scale(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
         torch._foreach_mul_(gradients, factor)
 
 
-def _values(gradient: Tensor) -> Tensor:
-    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
-
-
 def _checked(
     named: Mapping[str, nn.Parameter], moved: Mapping[str, Tensor]
 ) -> tuple[list[str], Tensor | None, Tensor | None]:
     """Return what must be finite for a lone worker's step: names, a norm of each; and the gradient's squared norm."""
-    gradients = {name: _values(p.grad) for name, p in named.items() if p.grad is not None}
+    found = {name: p.grad for name, p in named.items() if p.grad is not None}
+    gradients = {name: one if one.layout is torch.strided else one.coalesce().values() for name, one in found.items()}
     found = {**gradients, **moved}
     sizes = norms(found.values())
     return list(found), sizes, square_sum(list(gradients.values()), sizes)

@@ -34,6 +34,7 @@ class ShardWork:
         part_steps: in a round of local steps the one that each part belongs to, from 0; empty: all parts are one step.
         num_steps: optimizer steps of the round.
         local_batches: of each of these steps; `part_steps` counts them.
+        generation: membership in which the step was issued.
     """
 
     step: int
@@ -47,6 +48,7 @@ class ShardWork:
     part_steps: Sequence[int] = ()
     num_steps: int = 1
     local_batches: int = 1
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class ShardResult:
         changed: what the step's forwards changed of the trained parameters; None also for a lone worker.
         owed: of a round: norm of all that messages left out so far, over that of its pseudo-gradient; None: nothing.
         frozen: parameters that took a gradient when the run began and take none now; None for a lone worker, and without samples.
+        early_s: of a round: seconds of both that were spent before its turn, while the sum of the one before travelled.
     """
 
     loss_sum: float
@@ -82,6 +85,7 @@ class ShardResult:
     changed: ParameterChange | None = None
     owed: float | None = None
     frozen: tuple[str, ...] | None = None
+    early_s: float = 0.0
 
     def report(self, shard: Shard, wait_s: float) -> Ready:
         """Return what the orchestrator is told of it; `wait_s`: seconds that this worker waited for the shard."""

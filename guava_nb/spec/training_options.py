@@ -21,6 +21,7 @@ from guava_nb.config import DistributedConfig
 from guava_nb.config.units import parse_seconds
 from guava_nb.errors import ConfigError
 from guava_nb.spec.factories import near
+from guava_nb.spec.round_options import check_rounds, filled
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # of Python 3.11
@@ -132,6 +133,10 @@ class TrainingOptions:
         outer_momentum: momentum of nesterov, below 1; by default 0.9.
         outer_args: of sparse: density, the part that is sent (above 0, up to 1); bits of each value (2, 4, 8, 32); decay,
             how much of what was left out counts a round later (0 to 1). By default 1/64, 2, 0.95.
+        sync_delay: local steps that a worker goes on with its own weights before it mixes in the common ones of the round
+            before, so that it computes while these travel (Streaming DiLoCo); below sync_every. By default 0: it waits for
+            them. A worker alone waits for nothing, and trains as without.
+        mixing: how much of its own weights a worker keeps then, from 0 to below 1; by default 0.5.
         precision: arithmetic of forward and backward; "auto" takes bf16 where the card of every worker computes it by itself,
             else fp32; by default the configuration's.
         compile: compile the model on the workers (torch.compile): the first steps take longer, the others less time. It needs
@@ -224,6 +229,8 @@ class TrainingOptions:
     outer_lr: float | None = option(None, "norm", flag="outer-lr", needs="sync")
     outer_momentum: float | None = option(None, "norm", flag="outer-momentum", needs="sync")
     outer_args: Mapping[str, Any] | None = option(None, "arguments", flag="outer-args", needs="sync")
+    sync_delay: int | None = option(None, "whole", flag="sync-delay", needs="sync")
+    mixing: float | None = option(None, "norm", flag="mixing", needs="sync_delay")
     precision: str | None = option(None, "choice", flag="precision", choices=_PRECISIONS, setting="effective_precision")
     compile: bool = option(False, "switch", flag="compile")
     channels_last: bool = option(False, "switch", flag="channels-last")
@@ -280,7 +287,7 @@ class TrainingOptions:
         if self.batch and self.split_fn is not None:
             raise ConfigError("batch= says how batches are cut, and so does split_fn=: give one of them")
         if self.sync == "local":
-            self._check_local()
+            check_rounds(self)
         if self.sync == "step" and self.shares == MEASURED:
             raise ConfigError(
                 "shares='measured' deals the local batches of a round, and with sync='step' there are none: give numbers, or "
@@ -289,23 +296,6 @@ class TrainingOptions:
         if (self.criterion is None) == (self.step is None):
             raise ConfigError(
                 "give either a criterion (loss of outputs and targets) or a step (of model and batch), exactly one"
-            )
-
-    def _check_local(self) -> None:
-        if self.outer_momentum and (self.outer in ("average", "sparse") or self.outer_momentum >= 1):
-            raise ConfigError(
-                f"outer_momentum is {self.outer_momentum:g}; give a number below 1, and only with outer='nesterov' "
-                "(--outer nesterov): an average has none, and sparse has its error feedback instead"
-            )
-        if self.outer == "sparse" and self.wire != "fp32":
-            raise ConfigError(
-                f"wire is {self.wire!r}, and outer='sparse' has a format of its own: leave wire at 'fp32', and give "
-                "outer_args={'bits': 4} (--outer-args) for finer values"
-            )
-        if self.check == "strict":
-            raise ConfigError(
-                "check='strict' compares a whole batch with its pieces, and with sync='local' no step is taken on a whole batch: "
-                "leave check at 'warn'"
             )
 
     @classmethod
@@ -332,8 +322,10 @@ class TrainingOptions:
                     f"{pair[0]} and {pair[1]} contradict each other: one would have no effect; leave one out"
                 )
         for one in option_infos(cls):
-            steps_alone = set_here.get("sync") != "local"
-            needed = {"val": not has_val, "scheduler": "scheduler" not in set_here, "sync": steps_alone}
+            needed = {
+                "val": not has_val, "scheduler": "scheduler" not in set_here, "sync": set_here.get("sync") != "local",
+                "sync_delay": not set_here.get("sync_delay"),
+            }  # fmt: skip
             if needed.get(one.needs, False) and one.name in set_here:
                 other = {"val": "val_loader", "sync": "sync='local'"}.get(one.needs, one.needs)
                 raise ConfigError(
@@ -367,11 +359,7 @@ class TrainingOptions:
         """Fill in what a round of local sync is like; of a run that exchanges every step a round is one step."""
         if self.sync != "local":
             return replace(self, sync_every=1)
-        outer = self.outer or "average"
-        usual: dict[str, Any] = {"sync_every": 30, "outer": outer, "outer_lr": 0.7, "outer_momentum": 0.9}
-        if outer != "nesterov":
-            usual |= {"outer_lr": 1.0, "outer_momentum": 0.0}
-        return replace(self, **{name: value for name, value in usual.items() if getattr(self, name) is None})
+        return replace(self, **filled(self))
 
 
 def option_infos(options: type[TrainingOptions] = TrainingOptions) -> tuple[OptionInfo, ...]:

@@ -9,7 +9,7 @@ import re
 
 from guava_nb.errors import GuavaError
 from guava_nb.protocol.messages import RunSpec
-from guava_nb.worker.user_traceback import user_traceback
+from guava_nb.worker.user_code.user_traceback import user_traceback
 
 __all__ = ["NOTE", "DeviceLost", "advised_text", "error_text", "loses_device", "problem_text", "sendable", "trace_text"]
 

@@ -62,6 +62,10 @@ class PendingSteps(Generic[T]):
         """Return the step to work on, if anything of it has come."""
         return self._steps.get(self.committed + 1)
 
+    def next_one(self) -> LocalStep[T] | None:
+        """Return the step after the current one, if anything of it has come."""
+        return self._steps.get(self.committed + 2)
+
     def following(self) -> tuple[Shard, Callable[[], Any]] | None:
         """Return the shard to be worked on first of those that have come, of this step or the next, and what gives it."""
         for number in (self.committed + 1, self.committed + 2):

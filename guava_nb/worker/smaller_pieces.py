@@ -88,5 +88,5 @@ def work_of(message: Shard, parts: Sequence[Any], rows: Sequence[int], num_piece
     return ShardWork(
         message.step, message.shard, [part for part, _ in pieces], message.rows, message.global_rows,
         [count for _, count in pieces], is_cut=num_pieces > 1, axes=message.axes, part_steps=steps,
-        num_steps=message.num_steps, local_batches=message.local_batches,
+        num_steps=message.num_steps, local_batches=message.local_batches, generation=message.generation,
     )  # fmt: skip

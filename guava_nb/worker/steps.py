@@ -39,11 +39,12 @@ from guava_nb.replica.gradient_buckets import bucket_sender
 from guava_nb.replica.one_step_check.python_state import changed_since, digests
 from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.replica.replica import Replica
-from guava_nb.replica.shard import LaunchedShard, ShardResult
+from guava_nb.replica.shard import LaunchedShard
 from guava_nb.row_cache.reader import Load
-from guava_nb.telemetry import BACKWARD, EXCHANGE, FORWARD, UPDATE, WAITING, PhaseBook
+from guava_nb.telemetry import EXCHANGE, UPDATE, WAITING, PhaseBook
 from guava_nb.telemetry.energy_reporter import EnergyReporter
 from guava_nb.worker.device_prefetch import DevicePrefetch, copier_for
+from guava_nb.worker.early_steps import EarlySteps, key_of, note_work
 from guava_nb.worker.error_text import NOTE, advised_text, loses_device, trace_text
 from guava_nb.worker.pending_steps import LocalStep, PendingSteps
 from guava_nb.worker.preparation import USER_ERRORS, PreparedRun, Send
@@ -77,10 +78,6 @@ class _Ahead:
     wait_s: float
 
 
-def _key(message: Shard) -> tuple[str, int, int, int]:
-    return message.run_id, message.generation, message.step, message.shard
-
-
 class StepRunner:
     """Works on the steps of one run after another.
 
@@ -107,6 +104,7 @@ class StepRunner:
         self._on_work, self._on_commit = on_work, on_commit
         self._phases, self._flops = PhaseBook() if energy is None else energy.phases, FlopCount(False)
         self._prefetch = DevicePrefetch(copier_for(device))
+        self._early = EarlySteps(self._prefetch, self._phases, on_work)
         self._run: PreparedRun | None = None
         self._pending: PendingSteps[_Sum] = PendingSteps()
         self._generation, self._built_in = 0, -1
@@ -168,10 +166,10 @@ class StepRunner:
     @property
     def has_work(self) -> bool:
         """Whether `advance` has something to do."""
-        if self._ahead is not None:
-            return True
         step = self._pending.current()
-        return not self._is_halted and step is not None and (bool(step.todo) or self._can_apply(step))
+        if self._ahead is not None or self._is_halted or step is None:
+            return self._ahead is not None
+        return bool(step.todo) or self._can_apply(step) or self._early.may_begin(self._run, self._pending)
 
     def restart_wait_clock(self) -> None:
         """Count the waiting for the next shard from now on."""
@@ -263,6 +261,9 @@ class StepRunner:
                 message, load = step.todo.pop(0)
                 if message.shard not in step.done:
                     self._work(run, step, message, load)
+            elif self._early.may_begin(run, self._pending):
+                self._early.begin(run, self._pending, self._pieces)
+                self.restart_wait_clock()
         except USER_ERRORS as error:
             return error
         return None
@@ -284,7 +285,7 @@ class StepRunner:
         if self._ahead is None and self._pending.current() is not step:
             return  # the one before it does not count: it comes again
         try:
-            parts = self._prefetch.take(_key(message), load)
+            parts = self._prefetch.take(key_of(message), load)
             self._look_ahead()
             launched = self._run_shard(run, message, parts, goes_ahead)
             result = None if goes_ahead else launched.read()
@@ -296,7 +297,8 @@ class StepRunner:
         if result is None:
             self._apply_ahead(run, _Ahead(step, message, launched, started, wait_s))
             return
-        self._computed(step, message, result, started)
+        step.done.add(message.shard)
+        note_work(self._phases, result, started)
         ready = result.report(message, wait_s)
         if is_alone and (result.finite or run.spec.precision == "fp16"):
             # The orchestrator does not wait for this report, so it travels with the commit: one message a step instead of two.
@@ -309,12 +311,6 @@ class StepRunner:
     def _fail_in(self, run: PreparedRun, message: Shard, error: BaseException) -> None:
         notes = _notes_on(error, run.replica, message)
         self.fail(error, message.run_id, at=(_IN, message.step), rows=message.rows, notes=notes)
-
-    def _computed(self, step: LocalStep[_Sum], message: Shard, result: ShardResult, started: float) -> None:
-        step.done.add(message.shard)
-        forward_ended = started + result.forward_s
-        self._phases.add(FORWARD, started, forward_ended)
-        self._phases.add(BACKWARD, forward_ended, forward_ended + result.backward_s)
 
     # -------------------------------------------------------------------------------------------------- a lone worker ahead
 
@@ -351,7 +347,8 @@ class StepRunner:
             self._pending.take_back(ahead.step)
             self._fail_in(run, ahead.message, error)
             return
-        self._computed(ahead.step, ahead.message, result, ahead.started)
+        ahead.step.done.add(ahead.message.shard)
+        note_work(self._phases, result, ahead.started)
         ready = result.report(ahead.message, ahead.wait_s)
         if result.finite:
             self._applied(run, ahead.step, ready, rate, failure)
@@ -363,8 +360,7 @@ class StepRunner:
         """Let the next shard, if it is here, come to the device while this one computes."""
         following = self._pending.following()
         if following is not None:
-            message, load = following
-            self._prefetch.begin(_key(message), load)
+            self._prefetch.begin(key_of(following[0]), following[1])
 
     def _run_shard(self, run: PreparedRun, message: Shard, parts: list[Any], goes_ahead: bool = False) -> LaunchedShard:
         """Run the shard; on lack of memory cut it into smaller pieces, whose gradients add up to the same.

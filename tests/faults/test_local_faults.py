@@ -246,3 +246,17 @@ def test_a_checkpoint_between_rounds_goes_on_exactly(
     assert losses_of(again.run) == pytest.approx(losses_of(job.run)[4:], abs=1e-12)
     assert again.run.status().steps_before == 10
     assert difference(again.replica_set.master.model, job.replica_set.master.model) <= 1e-9
+
+
+@pytest.mark.parametrize("kind", [GradientBucket, Ready])
+def test_one_of_two_workers_lost_in_a_sparse_round_after_the_others_messages(
+    cluster: Cluster, kind: type[Message]
+) -> None:
+    """The survivor computes its shard as well, and its own message of the round is still here when the sum comes."""
+    hook = once_after(2, kind, lambda worker: worker.die())
+    start(cluster, [None, hook])
+    job = job_for(cluster, spec(rounds=SPARSE, hash_every_steps=1), plan_for(loader(101, 16), 1, sync_every=2))
+    job.start()
+    run = finish(job.run)
+    assert hook.fired and len(run.history) == 4
+    assert (run.lost_samples, run.duplicated_samples) == (0, 0)

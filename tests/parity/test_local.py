@@ -16,6 +16,7 @@ from tests.support.training import by_hand, difference, loader, losses_of, plain
 
 AVERAGE = RoundSpec("average", 1.0, 0.0)
 NESTEROV = RoundSpec("nesterov", 0.7, 0.9)
+SPARSE = RoundSpec("sparse", 1.0, 0.0)
 SGD = Factory("SGD", {"lr": 0.1})
 STEP_LR = Factory("StepLR", {"step_size": 3, "gamma": 0.5})
 
@@ -115,6 +116,47 @@ def test_sparse_rounds_of_all_elements_at_32_bits_are_the_average(cluster: Clust
     whole = RoundSpec("sparse", 1.0, 0.0, density=1.0, bits=32)
     _, run = train(cluster, workers, spec(rounds=whole), loader(101, 16), sync_every=3)
     model, losses = by_hand(spec(rounds=AVERAGE), loader(101, 16), workers, 3)
+    assert losses_of(run) == pytest.approx(losses, abs=1e-12)
+    assert difference(run.model(), model) <= 1e-9
+
+
+@pytest.mark.parametrize("outer", [AVERAGE, NESTEROV])
+@pytest.mark.parametrize(
+    ("workers", "every", "delay", "mixing", "shares", "batch"),
+    [
+        (1, 3, 2, 0.5, None, 16),
+        (2, 3, 1, 0.5, None, 16),
+        (2, 3, 2, 0.0, None, 16),  # the last round of an epoch has one step
+        (3, 4, 2, 0.7, None, 16),
+        (2, 2, 1, 0.3, (3, 1), 16),
+        (3, 5, 3, 0.5, None, 2),  # the third worker gets nothing
+    ],
+)
+def test_delayed_rounds_equal_streaming_diloco_by_hand(
+    cluster: Cluster, outer: RoundSpec, workers: int, every: int, delay: int, mixing: float, shares: Any, batch: int
+) -> None:
+    rounds = replace(outer, sync_delay=delay, mixing=mixing)
+    run_spec = spec(rounds=rounds, scheduler=STEP_LR, max_grad_norm=0.5, hash_every_steps=1)
+    rows = 101 if batch > 2 else 21
+    _, run = train(cluster, workers, run_spec, loader(rows, batch), sync_every=every, shares=shares)
+    model, losses = by_hand(run_spec, loader(rows, batch), workers, every, shares=shares)
+    assert losses_of(run) == pytest.approx(losses, abs=1e-12)
+    assert difference(run.model(), model) <= 1e-9
+    at_once, _ = by_hand(replace(run_spec, rounds=outer), loader(rows, batch), workers, every, shares=shares)
+    assert (difference(run.model(), at_once) > 1e-9) == (workers > 1)
+
+
+@pytest.mark.parametrize(
+    ("workers", "outer", "wire"),
+    [(2, NESTEROV, "int8"), (3, AVERAGE, "bf16"), (2, SPARSE, "fp32"), (3, SPARSE, "fp32")],
+)
+def test_delayed_rounds_of_short_messages_equal_loops_by_hand(
+    cluster: Cluster, workers: int, outer: RoundSpec, wire: str
+) -> None:
+    rounds = replace(outer, sync_delay=2)
+    run_spec = spec(rounds=rounds, wire=wire, hash_every_steps=1, bucket_bytes=1 << 20)
+    _, run = train(cluster, workers, run_spec, loader(101, 16), sync_every=3)
+    model, losses = by_hand(run_spec, loader(101, 16), workers, 3)
     assert losses_of(run) == pytest.approx(losses, abs=1e-12)
     assert difference(run.model(), model) <= 1e-9
 

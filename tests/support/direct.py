@@ -92,6 +92,7 @@ class DirectWorker:
     """One worker loop on its own thread.
 
     `hook(message)` sees everything it sends, on its own thread, before it goes out; it may call `die` or `go_away`.
+    `early_rounds` is released for each round of local steps that is begun before the sum of the one before is here.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class DirectWorker:
         self.identity = name.encode()
         self.name = name
         self.dead = self.away = self.left = False
-        self.lock = threading.RLock()
+        self.lock, self.early_rounds = threading.RLock(), threading.Semaphore(0)
         self.session = DirectSession(self)
         self.error: BaseException | None = None
         self._cluster = cluster
@@ -133,7 +134,15 @@ class DirectWorker:
             with RANDOM_STATE:
                 return build(*args)
 
+        begin_early = steps._early.begin
+
+        def begin_alone(*args: Any) -> None:
+            with RANDOM_STATE:
+                begin_early(*args)
+            self.early_rounds.release()
+
         steps._run_shard, preparation.build = one_at_a_time, build_alone  # type: ignore[method-assign]
+        steps._early.begin = begin_alone  # type: ignore[method-assign]
         self.thread = threading.Thread(target=self._run, name=f"guava-direct-{name}", daemon=True)
 
     def start(self) -> DirectWorker:

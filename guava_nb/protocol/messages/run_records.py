@@ -137,6 +137,8 @@ class RoundSpec(msgspec.Struct, frozen=True, array_like=True):
         density: of "sparse": which part of the pseudo-gradient's elements a message has.
         bits: of each of them.
         decay: how much of what a message left out counts in the next one.
+        sync_delay: local steps of the next round that are taken before the common weights of this one are mixed in.
+        mixing: how much of its own weights a worker keeps then.
     """
 
     outer: str = "nesterov"
@@ -146,6 +148,8 @@ class RoundSpec(msgspec.Struct, frozen=True, array_like=True):
     density: float = 1 / 64
     bits: int = 2
     decay: float = 0.95
+    sync_delay: int = 0
+    mixing: float = 0.5
 
 
 class DataSpec(msgspec.Struct, frozen=True, array_like=True):

@@ -4,6 +4,10 @@ A round is one step of the machine around it. Its shard is a piece of each of H 
 H steps of the user's own optimizer and schedule on these pieces; its gradient is the *pseudo-gradient*, the weights at the
 round's start less those at its end, weighted by samples. Applying the sum of these is the outer step (local SGD, Stich 2018,
 arXiv 1805.09767; DiLoCo, Douillard et al. 2023, arXiv 2311.08105). Until then everything here stands as at the round's start.
+
+With `sync_delay` the next round begins where this one ended here, and after so many steps the common weights are mixed in
+(Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512, of one fragment). So these steps need nothing that is still on its
+way, and `begin_early` may take them meanwhile; when they are taken changes no number.
 """
 
 from __future__ import annotations
@@ -12,8 +16,8 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +25,7 @@ from torch import Tensor, nn
 
 from guava_nb.errors import LocalProtocolError, TrainingError
 from guava_nb.hub.bucket_sum import is_finite
-from guava_nb.outer_methods.outer_methods import OUTER_METHODS, pseudo_gradient
+from guava_nb.outer_methods.outer_methods import OUTER_METHODS, mixed, pseudo_gradient
 from guava_nb.parallel.replicas.gather_batch import Gather, refusing
 from guava_nb.protocol.messages import Commit, RunSpec
 from guava_nb.replica.base_replica import Buckets, explained, pick
@@ -42,6 +46,45 @@ def whole_replica(spec: RunSpec, resolve: Resolve, device: torch.device, model: 
     return (Replica if spec.rounds is None else LocalReplica)(spec, resolve, device, model)
 
 
+@dataclass(frozen=True, slots=True)
+class _RoundEnd:
+    """Where a worker's own steps of a round led.
+
+    Attributes:
+        inner: what optimizer and schedule keep.
+        num_steps: of the round.
+        weights: where the next round begins, by name; None: with the common ones.
+        buffers: to begin it with.
+    """
+
+    inner: list[dict[str, Any]]
+    num_steps: int
+    weights: dict[str, Tensor] | None
+    buffers: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """The first steps of a round, up to where the common weights are mixed in.
+
+    Attributes:
+        asked: generation, step and shard of the work.
+        begun_at: the end of the round before, where they began.
+        results: what they came to.
+        moved: what became of the buffers, as `BufferBook.flatten` gives it; None where the model has none.
+        seconds: that they took.
+        weights, inner: where they led.
+    """
+
+    asked: tuple[int, int, int]
+    begun_at: _RoundEnd
+    results: list[ShardResult]
+    moved: tuple[bytes, Tensor] | None
+    seconds: float = 0.0
+    weights: Mapping[str, Tensor] | None = None
+    inner: Sequence[dict[str, Any]] = ()
+
+
 class LocalReplica(Replica):
     """A whole model that is trained in rounds of local steps. See the module's text.
 
@@ -56,9 +99,12 @@ class LocalReplica(Replica):
         self.steps = 0
         self._undo = None  # a round that fails is undone as a whole
         rounds, known = spec.rounds, OUTER_METHODS[spec.rounds.outer]
+        self._delay, self._mixing = rounds.sync_delay, rounds.mixing
         self._method = replace(known, learning_rate=rounds.outer_lr, momentum=rounds.outer_momentum)
         self._momentum: dict[str, Tensor] = {}  # of the outer step, by parameter
-        self._after: list[dict[str, Any]] | None = None  # optimizer and schedule at the end of the open round
+        self._after: _RoundEnd | None = None  # of the open round
+        self._away: _RoundEnd | None = None  # of the last committed one, where the next one begins there
+        self._early: _Early | None = None
         self._own: dict[int, tuple[bytes, Tensor]] = {}  # what a lone worker's round came to
 
     # ----------------------------------------------------------------------------------------------------- a round's shard
@@ -71,17 +117,20 @@ class LocalReplica(Replica):
         Raises:
             TrainingError: what the optimizer or the schedule keeps cannot be copied; else as `Replica.launch_shard`.
         """
-        started, saved, start = time.monotonic(), self._buffers.saved, self._kept_inner()
-        weights = {name: parameter.detach().clone() for name, parameter in self._named.items()}
+        started, early = time.monotonic(), self._taken_early(work)
+        common, saved = self._weights(), self._buffers.saved
+        start = self._kept_inner() if early is None else self._held_inner()
         self._is_shared = work.rows != work.global_rows
         changes: dict[int, tuple[bytes, Tensor]] = {}
         try:
-            result = _together([one.read() for one in self._take_steps(work)], work)
+            early, first = self._come_to_mixing(work, early, common, saved)
+            results = [] if early is None else early.results
+            result = _together([*results, *self._take_steps(work, first, work.num_steps, self.steps)], work)
+            after = self._round_end(work, goes_on=self._delay > 0 and on_bucket is not None)
             if result.finite:
-                changes = self._changes(weights, saved, work.rows / work.global_rows, shared=on_bucket is not None)
-            after = [dict(vars(one)) for one in self._inner]
+                changes = self._changes(common, saved, work.rows / work.global_rows, shared=on_bucket is not None)
         finally:
-            self._go_back(weights, saved, start)
+            self._go_back(common, saved, start)
         self._after = self._after or after
         if on_bucket is None:
             self._own, result = changes, self._checked_changes(changes, result)
@@ -89,25 +138,107 @@ class LocalReplica(Replica):
             for number, (present, flat) in changes.items():
                 on_bucket(number, present, flat)
             result = replace(result, owed=self._owed(changes))
-        result = _timed(result, time.monotonic() - started)
+        result = _timed(result, time.monotonic() - started, 0.0 if early is None else early.seconds)
         return LaunchedShard(lambda: result)
 
-    def _take_steps(self, work: ShardWork) -> Iterator[LaunchedShard]:
-        """Take a local step on each local batch; where this worker has no samples of a step, only its schedule moves."""
-        rows, each = rows_of_parts(work), work.local_batches
-        for number in range(work.num_steps * each):
+    def _take_steps(self, work: ShardWork, first: int, last: int, before: int) -> list[ShardResult]:
+        """Take the steps of a round from `first` to before `last`, with so many in the rounds before; return what they came to.
+
+        Where this worker has no samples of a step, only its schedule moves.
+        """
+        rows, each, launched = rows_of_parts(work), work.local_batches, list[LaunchedShard]()
+        for number in range(first * each, last * each):
             places = [i for i, batch in enumerate(work.part_steps) if batch == number and rows[i]]
             if places:
-                counts, step = [rows[i] for i in places], self.steps * each + number
+                counts, step = [rows[i] for i in places], before * each + number
                 inner = ShardWork(
                     step, work.shard, [work.parts[i] for i in places], sum(counts), sum(counts), counts, work.is_cut,
                     [work.axes[i] for i in places] if work.axes and not work.is_cut else (),
                 )  # fmt: skip
-                launched = super().launch_shard(inner, None, gates=True)
-                self._step_or_undo(None, launched.factor, step)
-                yield launched
+                one = super().launch_shard(inner, None, gates=True)
+                self._step_or_undo(None, one.factor, step)
+                launched.append(one)
             if (number + 1) % each == 0:
                 self._move_schedule()
+        return [one.read() for one in launched]
+
+    # ------------------------------------------------------------------------------- the steps before the common weights
+
+    @property
+    def can_begin_early(self) -> bool:
+        """Whether the next round may begin before the sum of the open one, whose shard was done here, has come."""
+        return self._after is not None and self._after.weights is not None and self._early is None
+
+    def begin_early(self, work: ShardWork) -> float:
+        """Take the first steps of the next round's shard, and leave all here as it was; `launch_shard` goes on from there.
+
+        Returns:
+            Seconds of forward.
+
+        Raises:
+            Exception: as `launch_shard`; what was done of the open round stands.
+        """
+        assert self._after is not None
+        started, end = time.monotonic(), self._after
+        common, saved, start = self._weights(), self._buffers.saved, self._held_inner()
+        self._is_shared = work.rows != work.global_rows
+        try:
+            self._put_inner(self._copied(end.inner))
+            early = self._first_steps(work, end, self.steps + end.num_steps)
+            early = replace(early, weights=self._weights(), inner=self._held_inner())
+        finally:
+            self._go_back(common, saved, start)
+        self._early = replace(early, seconds=time.monotonic() - started)
+        return sum(one.forward_s for one in early.results)
+
+    def _taken_early(self, work: ShardWork) -> _Early | None:
+        """Return the steps that were taken of a shard already; those of another attempt are forgotten."""
+        early = self._early
+        if early is None or early.asked[1] != work.step:  # another worker's shard of the open round
+            return None
+        self._early = None
+        return early if early.asked == _asked(work) and early.begun_at is self._away else None
+
+    def _come_to_mixing(
+        self, work: ShardWork, early: _Early | None, common: Mapping[str, Tensor], saved: list[Tensor]
+    ) -> tuple[_Early | None, int]:
+        """Take the first steps where they were not taken, and mix the common weights in; return them and how many they are."""
+        if self._away is None:  # the round begins with the common weights
+            return None, 0
+        if early is None:
+            early = self._first_steps(work, self._away, self.steps)
+        else:
+            self._put_inner(early.inner)
+        own = self._named if early.weights is None else early.weights
+        with torch.no_grad():
+            for name in self._away.weights or ():
+                self._named[name].copy_(mixed(own[name], common[name], self._mixing))
+        self._buffers.reopen(saved)
+        self._buffers.write_committed()
+        if early.moved is not None:
+            self._buffers.adopt(*early.moved)
+        return early, self._num_before(work)
+
+    def _first_steps(self, work: ShardWork, end: _RoundEnd, before: int) -> _Early:
+        """Take a round's steps before the common weights are mixed in, from the end of the one before."""
+        with torch.no_grad():
+            for name, value in (end.weights or {}).items():
+                self._named[name].copy_(value)
+        self._buffers.reopen(end.buffers)
+        self._buffers.write_committed()
+        results = self._take_steps(work, 0, self._num_before(work), before)
+        self._buffers.reopen(end.buffers)
+        moved = None if self.layout.buffers is None else self._buffers.flatten()
+        return _Early(_asked(work), end, results, moved)
+
+    def _num_before(self, work: ShardWork) -> int:
+        """Return how many steps of a round come before the common weights are mixed in: one at least comes after."""
+        return min(self._delay, work.num_steps - 1)
+
+    def _round_end(self, work: ShardWork, goes_on: bool) -> _RoundEnd:
+        names = [name for bucket in self.layout.buckets for name in bucket.names] if goes_on else []
+        weights = {name: self._named[name].detach().clone() for name in names} if goes_on else None
+        return _RoundEnd(self._held_inner(), work.num_steps, weights, self._buffers.saved)
 
     def _move_schedule(self) -> None:
         if self._schedule is not None:
@@ -160,11 +291,21 @@ class LocalReplica(Replica):
     def _inner(self) -> list[Any]:
         return [one for one in (self.optimizer, self.scheduler) if one is not None]
 
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self._named.items()}
+
+    def _held_inner(self) -> list[dict[str, Any]]:
+        """Return what the optimizer and the schedule keep, not copied."""
+        return [dict(vars(one)) for one in self._inner]
+
     def _kept_inner(self) -> list[dict[str, Any]]:
         """Copy what the optimizer and the schedule keep; the parameters themselves are not copied."""
+        return self._copied([vars(one) for one in self._inner])
+
+    def _copied(self, values: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         memo: dict[int, Any] = {id(one): one for one in (*self.model.parameters(), *self._inner)}
         try:
-            return [copy.deepcopy(vars(one), memo) for one in self._inner]
+            return [copy.deepcopy(kept, memo) for kept in values]
         except Exception as error:  # of the user's own classes
             raise TrainingError(
                 f"{' or '.join(type(one).__name__ for one in self._inner)} keeps what cannot be copied ({error}), and with "
@@ -212,8 +353,9 @@ class LocalReplica(Replica):
         self._finish_step(sums)
         self._after, self._own = None, {}
         self.steps += commit.steps
+        self._away = None if after is None or after.weights is None else after
         if after is not None:
-            self._put_inner(after)
+            self._put_inner(after.inner)
         else:
             for _ in range(commit.steps):
                 self._advance_schedule()
@@ -247,12 +389,15 @@ class LocalReplica(Replica):
     def restore(self) -> None:
         """Forget the open round."""
         super().restore()
-        self._after, self._own = None, {}
+        self._after, self._early, self._own = None, None, {}
 
     # ------------------------------------------------------------------------------------------------------------ state
 
     def state(self, model: bool = True, optimizer: bool = True) -> dict[str, Any]:
-        """Return the state at the end of the last round; "outer", with the optimizer, is that of the outer step."""
+        """Return the state at the end of the last round; "outer", with the optimizer, is that of the outer step.
+
+        Weights are the common ones: who loads them begins the next round there.
+        """
         state = super().state(model, optimizer)
         if optimizer:
             state["outer"] = {"steps": self.steps, "momentum": plain(self._momentum, "outer")}
@@ -261,6 +406,7 @@ class LocalReplica(Replica):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Become a whole state; one of a run that exchanged every step has no outer part, which then begins anew."""
         super().load_state(state)
+        self._away = None
         if outer := state.get("outer"):
             self.steps = int(outer["steps"])
             with explained("outer"):
@@ -271,9 +417,13 @@ class LocalReplica(Replica):
 # ----------------------------------------------------------------------------------------------------------- functions
 
 
-def _timed(result: ShardResult, seconds: float) -> ShardResult:
+def _asked(work: ShardWork) -> tuple[int, int, int]:
+    return work.generation, work.step, work.shard
+
+
+def _timed(result: ShardResult, seconds: float, early_s: float) -> ShardResult:
     """Count all that is no forward as backward: the optimizer's steps too, since they are this worker's work on the shard."""
-    return replace(result, backward_s=max(0.0, seconds - result.forward_s))
+    return replace(result, backward_s=max(0.0, seconds + early_s - result.forward_s), early_s=early_s)
 
 
 def _together(results: Sequence[ShardResult], work: ShardWork) -> ShardResult:

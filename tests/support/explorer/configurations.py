@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tests.support.explorer.replica import FAILURES
 from tests.support.explorer.world import Configuration
@@ -18,6 +19,8 @@ _MIDWAY = {"undone": 1, "schedule": 1}
 _CUT_OFF = {"cut": 2, "interrupt": 2}
 #: Exchange and site of the optimizer.
 _WAYS = (("star", "workers"), ("star", "orchestrator"), ("group", "workers"), ("parts", "workers"))
+#: Rounds of local steps that go on while their sum travels.
+_EARLY: dict[str, Any] = {"early": True, "workers": 3, "batches": STEPS, "buckets": 2, "snapshot_every": 2}
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ def _covering() -> list[Case]:
             together=3,
         ),
         _all("group: one step, one worker breaks off in it", batches=_SMALL, exchange="group", faults={"torn": 1}),
+        _all("star, rounds begun early: 2 steps", early=True),
+        _drawn("star, rounds begun early: 3 workers, 3 steps", 30, faults=_ANY, together=5, **_EARLY),
+        _drawn(
+            "star, rounds begun early: 3 workers, 3 steps, stops", 20, faults=_STOPS, together=4, save_every=1, **_EARLY
+        ),
     ]
     for exchange, site in _WAYS:
         way = {"exchange": exchange, "site": site}
@@ -70,7 +78,13 @@ def _covering() -> list[Case]:
 
 
 def _whole() -> list[Case]:
-    out = []
+    out = [
+        _all(f"star, rounds begun early: 2 workers, 2 steps, {fault}", early=True, faults={fault: 1})
+        for fault in ("cut", "die", "leave", "join", "forward", "nan")
+    ]
+    out.append(
+        _drawn("star, rounds begun early: 3 workers, failures", 2000, faults=_FAILS | _ANY, together=5, **_EARLY)
+    )
     for exchange, site in _WAYS:
         way = {"exchange": exchange, "site": site}
         name = f"{exchange}, optimizer at {site}"

@@ -20,6 +20,7 @@ from guava_nb.protocol.messages import Message
 from guava_nb.replica.buffer_merge import BufferMerge
 from guava_nb.sync.step_in_flight import StepInFlight
 from guava_nb.training.plan import Position
+from guava_nb.worker.early_steps import key_of
 
 if TYPE_CHECKING:
     from tests.support.explorer.orchestrator import ExploredJob
@@ -120,6 +121,7 @@ def _worker_key(worker: Any) -> Hashable:
         loop._leave_deadline, pending.committed, todo, pending.abandoned, steps._generation, steps._built_in,
         pending._spared, pending._floor, steps._is_halted,
         None if replica is None else (replica.value, replica.step, freeze(replica.pending), replica.before, replica.fails),
+        getattr(replica, "early_key", tuple)(), None if steps._early._begun is None else key_of(steps._early._begun),
         None if order is None else order.generation, worker.seat.broken, worker.seat.generation,
     )  # fmt: skip
 

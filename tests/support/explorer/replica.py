@@ -8,6 +8,7 @@ same samples, in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,10 @@ from guava_nb.protocol.messages import Commit
 from guava_nb.replica.buckets import BucketWire
 from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.replica.replica import Replica
+from guava_nb.replica.rounds.local_replica import LocalReplica, _asked, _Early, _RoundEnd
 from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork
 
-__all__ = ["FAILURES", "CountingReplica", "after_steps", "gradient_of", "ids_of"]
+__all__ = ["FAILURES", "CountingReplica", "EarlyReplica", "after_steps", "gradient_of", "ids_of"]
 
 #: What a user's code may do in a step: the step raises and is undone; it raises midway; the schedule raises after it; the
 #: forward raises; the loss is NaN.
@@ -193,3 +195,47 @@ class CountingReplica(Replica):
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+class EarlyReplica(CountingReplica, LocalReplica):
+    """One whose rounds may be begun early: what it counts then are the samples that it began with, whatever it is asked later."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._early: _Early | None = None
+        self._after: _RoundEnd | None = None
+        self._away: _RoundEnd | None = None
+
+    can_apply_ahead = False  # type: ignore[assignment]
+
+    def begin_early(self, work: ShardWork) -> float:
+        assert self._after is not None
+        self._early = _Early(_asked(work), self._after, list(work.parts), None)
+        return 0.0
+
+    def launch_shard(self, work: ShardWork, on_bucket: Any = None, gates: bool = False) -> LaunchedShard:
+        if (early := self._taken_early(work)) is not None:
+            work = replace(work, parts=early.results)
+        launched = super().launch_shard(work, on_bucket, gates)
+        self._after = self._after or _RoundEnd([], 1, None if on_bucket is None else {}, [])
+        return launched
+
+    def apply(self, sums: Any, commit: Commit, step: int = 0) -> None:
+        super().apply(sums, commit, step)
+        self._away, self._after = self._after, None
+
+    def restore(self) -> None:
+        super().restore()
+        self._after = self._early = None
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self._after = self._early = self._away = None
+
+    def early_key(self) -> tuple[Any, ...]:
+        """What is kept of rounds, for the state of the world."""
+        if self._early is None:
+            return self._after is None, self._away is None
+        begun_at = self._early.begun_at
+        ids = tuple(ids_of(self._early.results))
+        return self._early.asked, ids, begun_at is self._after, begun_at is self._away, self._away is None

@@ -32,7 +32,7 @@ from guava_nb.protocol.messages import (
 )
 from guava_nb.worker.loop import WorkerLoop
 from guava_nb.worker.preparation import PreparedRun
-from tests.support.explorer.replica import CountingReplica, ids_of
+from tests.support.explorer.replica import CountingReplica, EarlyReplica, ids_of
 
 __all__ = ["Groups", "Line", "Parcel", "Worker"]
 
@@ -159,12 +159,13 @@ class _Seat:
 class _Preparation:
     """Builds counting replicas where the real one builds the user's model."""
 
-    def __init__(self, samples: int, buckets: int, seat: _Seat, undoes: bool) -> None:
+    def __init__(self, samples: int, buckets: int, seat: _Seat, undoes: bool, early: bool) -> None:
         self._samples, self._buckets, self._seat, self._undoes = samples, buckets, seat, undoes
+        self._kind = EarlyReplica if early else CountingReplica
 
     def build(self, message: Prepare) -> PreparedRun:
         seat = None if message.spec.parallel is None else self._seat
-        replica = CountingReplica(self._samples, self._buckets, seat, self._undoes)
+        replica = self._kind(self._samples, self._buckets, seat, self._undoes)
         return PreparedRun(message.run_id, message.spec, None, str, replica, SimpleNamespace())  # type: ignore[arg-type]
 
     def built(self, message: Prepare, run: PreparedRun, holds_step: int | None = None, ticks: int = 0) -> Prepared:
@@ -191,7 +192,9 @@ class Worker:
         blocked: what it waits for inside a group: "" nothing, "form" or "sum".
     """
 
-    def __init__(self, name: str, samples: int, buckets: int, groups: Groups, undoes: bool = True) -> None:
+    def __init__(
+        self, name: str, samples: int, buckets: int, groups: Groups, undoes: bool = True, early: bool = False
+    ) -> None:
         self.name, self.groups = name, groups
         self.line = Line(name.encode())
         self.alive = True
@@ -200,7 +203,7 @@ class Worker:
         self.left = False
         self.seat = _Seat(name, groups)
         self.loop = WorkerLoop(self._send, torch.device("cpu"), seat=self.seat)  # type: ignore[arg-type]
-        self.loop._preparation = _Preparation(samples, buckets, self.seat, undoes)  # type: ignore[assignment]
+        self.loop._preparation = _Preparation(samples, buckets, self.seat, undoes, early)  # type: ignore[assignment]
 
     def hello(self) -> None:
         """Say who it is."""

@@ -54,6 +54,7 @@ class Configuration:
         undoes: a worker can take back its last step.
         unasked: in every state, workers also say what they were not asked.
         eager: a worker hears at once what only waits in it (`QUIET`), so that the moment of hearing is no choice.
+        early: a worker may begin a step before the sum of the one before is here (rounds of local steps with a delay).
     """
 
     workers: int = 2
@@ -72,6 +73,7 @@ class Configuration:
     unasked: bool = False
     undoes: bool = True
     eager: bool = True
+    early: bool = False
 
     @property
     def samples(self) -> int:
@@ -415,7 +417,7 @@ class World:
     def _join(self) -> bool:
         worker = Worker(
             f"w{len(self.workers)}", self.configuration.samples, self.configuration.buckets, self.groups,
-            self.configuration.undoes,
+            self.configuration.undoes, self.configuration.early,
         )  # fmt: skip
         self.workers.append(worker)
         worker.hello()

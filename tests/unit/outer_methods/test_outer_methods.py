@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from guava_nb.outer_methods.outer_methods import OUTER_METHODS, OuterMethod, pseudo_gradient, weighted_mean
+from guava_nb.outer_methods.outer_methods import OUTER_METHODS, OuterMethod, mixed, pseudo_gradient, weighted_mean
 from guava_nb.wire_formats.top_k import TopK
 
 WORKERS, STEPS, ROUNDS = 3, 4, 6
@@ -199,3 +199,11 @@ def test_a_mean_of_nothing_is_refused() -> None:
     for given in ([], [(0.0, torch.ones(2))], [(float("nan"), torch.ones(2))]):
         with pytest.raises(ValueError, match="weights of"):
             weighted_mean(given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_weights_are_mixed_as_they_are_weighed(dtype: torch.dtype) -> None:
+    own, common = torch.tensor([1.0, -2.0]).to(dtype), torch.tensor([3.0, 6.0]).to(dtype)
+    assert torch.equal(mixed(own, common, 0.0), common)
+    assert torch.equal(mixed(own, common, 0.25), torch.tensor([2.5, 4.0]).to(dtype))
+    assert mixed(own, common, 0.5).dtype == dtype and own[0] == 1

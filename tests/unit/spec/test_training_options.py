@@ -72,7 +72,8 @@ def stop_at_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_option_reaches_both_calls(stop_at_the_record: None, call: str, info: OptionInfo) -> None:
     value = value_of(info)
     assert value != info.default
-    needed = {"val": {"val_loader": [1]}, "scheduler": {"scheduler": "S"}, "sync": {"sync": "local"}}
+    needed = {"val": {"val_loader": [1]}, "scheduler": {"scheduler": "S"}, "sync": {"sync": "local"},
+              "sync_delay": {"sync": "local", "sync_delay": 2}}  # fmt: skip
     companions: dict[str, Any] = needed.get(info.needs, {})  # type: ignore[assignment]
     with pytest.raises(Reached) as reached:
         getattr(Orchestrator(), call)([1], **companions, **{info.name: value})
@@ -166,7 +167,7 @@ def test_a_line_says_every_option_or_the_reason_is_known(info: OptionInfo) -> No
     assert flag in TRAIN.flags() and flag in TRAIN.help()
     assert flag in TRAIN.completions([], flag, {})
     companions = {"val": "--val loader", "scheduler": "--scheduler S", "budget": "--budget 1MB",
-                  "sync": "--sync local"}  # fmt: skip
+                  "sync": "--sync local", "sync_delay": "--sync local --sync-delay 2"}  # fmt: skip
     loss = "" if info.name in ("criterion", "step") else "--loss L"
     line = f"--model Net --data loader {loss} {companions.get(info.needs, '')} {flag} {word}"
     args = TRAIN.parse(line, {"loader": [1]})
@@ -249,7 +250,7 @@ USED_AT_ONCE = {
     "weights": "names a file", "save_only": "becomes digests of a base",
     "criterion_args": "goes into the criterion's factory",
     "sync": "goes into the record of rounds", "outer": "goes there", "outer_lr": "goes there", "outer_momentum": "goes there",
-    "outer_args": "goes there",
+    "outer_args": "goes there", "sync_delay": "goes there", "mixing": "goes there",
     "optimizer_args": "goes into the optimizer's factory", "scheduler_args": "goes into the scheduler's factory",
 }  # fmt: skip
 

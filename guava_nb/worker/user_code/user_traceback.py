@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["user_traceback"]
 
-_OURS = str(Path(__file__).resolve().parents[1])
+_OURS = str(Path(__file__).resolve().parents[2])
 
 
 def user_traceback(error: BaseException) -> str:

@@ -1,0 +1,76 @@
+"""What the options of rounds of local steps may be together, and what they are where nothing is given. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from guava_nb.errors import ConfigError
+
+__all__ = ["RoundOptions", "check_rounds", "filled"]
+
+_EVERY = 30
+
+
+class RoundOptions(Protocol):
+    """As much of the options of a run as there is to look at."""
+
+    @property
+    def sync_every(self) -> int | None: ...  # noqa: D102
+    @property
+    def sync_delay(self) -> int | None: ...  # noqa: D102
+    @property
+    def mixing(self) -> float | None: ...  # noqa: D102
+    @property
+    def outer(self) -> str | None: ...  # noqa: D102
+    @property
+    def outer_momentum(self) -> float | None: ...  # noqa: D102
+    @property
+    def wire(self) -> str: ...  # noqa: D102
+    @property
+    def check(self) -> str: ...  # noqa: D102
+
+
+def check_rounds(options: RoundOptions) -> None:
+    """Refuse options of local sync that contradict each other or would have no effect.
+
+    Raises:
+        ConfigError: some do.
+    """
+    if options.outer_momentum and (options.outer in ("average", "sparse") or options.outer_momentum >= 1):
+        raise ConfigError(
+            f"outer_momentum is {options.outer_momentum:g}; give a number below 1, and only with outer='nesterov' "
+            "(--outer nesterov): an average has none, and sparse has its error feedback instead"
+        )
+    every, delay = options.sync_every or _EVERY, options.sync_delay or 0
+    if delay >= every:
+        raise ConfigError(
+            f"sync_delay is {delay}, and a round has {every} steps (sync_every, --sync-every): the common weights of one round "
+            "are mixed in before the last step of the next, so give a smaller number"
+        )
+    if options.mixing is not None and not (delay and options.mixing < 1):
+        raise ConfigError(
+            f"mixing is {options.mixing:g}, and sync_delay {delay}; give a mixing from 0 to below 1, and only with a sync_delay "
+            "(--sync-delay) above 0: without one a worker begins each round with the common weights"
+        )
+    if options.outer == "sparse" and options.wire != "fp32":
+        raise ConfigError(
+            f"wire is {options.wire!r}, and outer='sparse' has a format of its own: leave wire at 'fp32', and give "
+            "outer_args={'bits': 4} (--outer-args) for finer values"
+        )
+    if options.check == "strict":
+        raise ConfigError(
+            "check='strict' compares a whole batch with its pieces, and with sync='local' no step is taken on a whole batch: "
+            "leave check at 'warn'"
+        )
+
+
+def filled(options: RoundOptions) -> dict[str, Any]:
+    """Return, by name, what the options of local sync that were not given are."""
+    outer = options.outer or "average"
+    usual: dict[str, Any] = {"sync_every": _EVERY, "outer": outer, "outer_lr": 0.7, "outer_momentum": 0.9}
+    usual["sync_delay"] = 0
+    if outer != "nesterov":
+        usual |= {"outer_lr": 1.0, "outer_momentum": 0.0}
+    if options.sync_delay:
+        usual["mixing"] = 0.5
+    return {name: value for name, value in usual.items() if getattr(options, name) is None}
