@@ -114,8 +114,8 @@ def add_command(commands: Any) -> None:
     add("--sync-every", type=int, metavar="H", help="steps of a round of --sync local (%(default)s)")
     add(
         "--outer",
-        choices=("average", "nesterov", "sparse"),
-        help="what such a round goes into: the mean of the weights, DiLoCo, SparseLoCo (%(default)s)",
+        choices=("average", "nesterov", "sparse", "partial"),
+        help="what such a round goes into: the mean of the weights, DiLoCo, SparseLoCo, partial averaging (%(default)s)",
     )
     add("--report", type=Path, metavar="FILE", help="write all figures as JSON")
     add("--no-tls", dest="tls", action="store_false", help="do not encrypt the connections")

@@ -79,8 +79,8 @@ class OuterLoop:
     """The end of a round, as the papers have it: the model's parameters and what each worker's way was become new ones."""
 
     def __init__(self, model: nn.Module, method: str, workers: int) -> None:
-        """Prepare for "average" (arXiv 1805.09767), "nesterov" (DiLoCo, 2311.08105) or "sparse" (SparseLoCo, 2508.15706)."""
-        is_nesterov, self._is_sparse = method == "nesterov", method == "sparse"
+        """Prepare for "average" (arXiv 1805.09767), "nesterov" (DiLoCo, 2311.08105), "sparse" (SparseLoCo, 2508.15706), "partial"."""
+        is_nesterov, self._method = method == "nesterov", method
         self._model, self._owed = model, [torch.zeros(())] * (workers + 1)  # the last is the hub's
         self._optimizer = torch.optim.SGD(
             model.parameters(),
@@ -93,17 +93,28 @@ class OuterLoop:
     def step(self, replicas: Sequence[nn.Module], seen: Sequence[int]) -> None:
         """Take the step; `seen` are the samples of each replica in the round."""
         begun = _flat(self._model)
-        ways = [(begun - _flat(one)) * (rows / sum(seen)) for one, rows in zip(replicas, seen, strict=True)]
-        working = [worker for worker, rows in enumerate(seen) if rows]
-        if self._is_sparse and len(replicas) > 1:
-            mean = self._sparse_sum({worker: ways[worker] for worker in working})
+        ways = [begun - _flat(one) for one in replicas]
+        parts = {worker: rows / sum(seen) for worker, rows in enumerate(seen) if rows}
+        if self._method == "partial" and len(replicas) > 1:
+            mean = self._mean_of_senders({worker: ways[worker] for worker in parts})
+        elif self._method == "sparse" and len(replicas) > 1:
+            mean = self._sparse_sum({worker: ways[worker] * part for worker, part in parts.items()})
         else:
-            mean = torch.stack(ways).sum(0)
+            mean = torch.stack([ways[worker] * part for worker, part in parts.items()]).sum(0)
         for parameter, gradient in zip(*_parts(self._model, mean), strict=True):
             parameter.grad = gradient
         self._optimizer.step()
-        for one in replicas:
+        for worker, one in enumerate(replicas):
             one.load_state_dict(self._model.state_dict())
+            if self._method == "partial":  # each goes on with what it did not send of its own way
+                kept = _flat(one) - self._owed[worker]
+                for parameter, value in zip(*_parts(one, kept), strict=True):
+                    parameter.copy_(value)
+
+    def _mean_of_senders(self, ways: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Return of each element the mean of the workers that send it; what was kept so far is in their ways."""
+        arrived = torch.stack([self._sent(TopK(64, 4096, bits=2), worker, way, 0.0) for worker, way in ways.items()])
+        return arrived.sum(0) / (arrived != 0).sum(0).clamp(min=1)
 
     def _sparse_sum(self, ways: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return what arrives: of two workers the messages, of more the sum, made sparse once more."""

@@ -95,13 +95,15 @@ class OuterMethod:
         return moved.to(weights.dtype), buffer
 
 
-def sparse_format(density: float = 1 / 64, bits: int = 2) -> TopK:
+def sparse_format(density: float = 1 / 64, bits: int = 2, of_senders: bool = False) -> TopK:
     """Return the format of sparse pseudo-gradients: of each 4,096 elements that part of them, at least one, at so many bits.
+
+    `of_senders` as of `TopK`.
 
     Raises:
         ConfigError: the numbers make no format.
     """
-    return TopK(max(1, round(density * _CHUNK)), _CHUNK, bits)
+    return TopK(max(1, round(density * _CHUNK)), _CHUNK, bits, of_senders)
 
 
 #: `average`: local SGD, the mean of the members' weights. `nesterov`: DiLoCo (arXiv:2311.08105). `sparse`: SparseLoCo
@@ -113,6 +115,6 @@ OUTER_METHODS: Mapping[str, OuterMethod] = {
         OuterMethod("average"),
         OuterMethod("nesterov", learning_rate=0.7, momentum=0.9),
         OuterMethod("sparse", wire_format=sparse_format(), decay=0.95),
-        OuterMethod("partial", wire_format=sparse_format(), keeps_rest=True),
+        OuterMethod("partial", wire_format=sparse_format(of_senders=True), keeps_rest=True),
     )
 }

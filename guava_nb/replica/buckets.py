@@ -20,12 +20,12 @@ from torch.nn.parameter import UninitializedParameter
 
 from guava_nb.data.codec import dtype_name, tensor_bytes, tensor_from
 from guava_nb.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from guava_nb.outer_methods.outer_methods import sparse_format
+from guava_nb.outer_methods.outer_methods import OUTER_METHODS, sparse_format
 from guava_nb.parallel.replicas.bucketing import plan_buckets, wire_dtype
 from guava_nb.parallel.replicas.buffer_policy import followed_parameters
 from guava_nb.protocol.messages import FlatTensor, RunSpec, SumBucket
 from guava_nb.wire_formats.error_feedback import ErrorFeedback
-from guava_nb.wire_formats.message_sum import shorter_way_down, sum_of_messages
+from guava_nb.wire_formats.message_sum import mean_of_senders, shorter_way_down, sum_of_messages
 from guava_nb.wire_formats.registry import WIRE_FORMATS
 from guava_nb.wire_formats.top_k import TopK
 from guava_nb.wire_formats.wire_format import WireFormat
@@ -110,11 +110,11 @@ class Bucket:
         return None if is_exact else self.wire
 
     def is_forwarded(self, shards: int) -> bool:
-        """Whether a worker gets the messages of all other shards: of sparse ones, where that is no more than their sum."""
+        """Whether a worker gets the messages of all other shards: of sparse ones, where no sum could say as much or is shorter."""
         found = self.wire_format
         if not isinstance(found, TopK):
             return False
-        return shorter_way_down(found, found, self.numel, shards, self.dtype).is_forwarded
+        return found.of_senders or shorter_way_down(found, found, self.numel, shards, self.dtype).is_forwarded
 
     def form(self, numel: int) -> FlatTensor:
         """Return what a message says of `numel` elements of it as they travel; of gradients that is all of them."""
@@ -203,8 +203,10 @@ class BucketLayout:
 
 def message_format(spec: RunSpec) -> tuple[WireFormat, float]:
     """Return how gradients travel in a run, and how much of what a message left out counts in the next one."""
-    if spec.rounds is not None and spec.rounds.outer == "sparse":
-        return sparse_format(spec.rounds.density, spec.rounds.bits), spec.rounds.decay
+    rounds = spec.rounds
+    if rounds is not None and isinstance(OUTER_METHODS[rounds.outer].wire_format, TopK):
+        keeps_rest = OUTER_METHODS[rounds.outer].keeps_rest
+        return sparse_format(rounds.density, rounds.bits, keeps_rest), 1.0 if keeps_rest else rounds.decay
     return WIRE_FORMATS[spec.wire], 1.0
 
 
@@ -251,6 +253,10 @@ class BucketWire:
         """Return a bucket's flat tensor, `[numel]`, that does not travel, with all that earlier messages left out."""
         return flat if self._format_of(number) is None else self._feedback.settle(number, flat)
 
+    def rest(self, number: int) -> Tensor | None:
+        """Return what messages of a bucket left out so far, `[numel]`, those of the open step included; None: nothing."""
+        return self._feedback.rest(number)
+
     def is_forwarded(self, number: int, shards: int) -> bool:
         """Whether the shards' messages go on as they came, not their sum: then this sender owes nothing either."""
         if not isinstance(self._format, TopK):
@@ -279,7 +285,8 @@ class BucketWire:
             return self.decode(message.bucket, message.tensor, payload)
         bucket = self._layout.bucket(message.bucket)
         messages = self._messages_of(message, payload, self._format.encoded_bytes(bucket.numel, bucket.dtype))
-        return sum_of_messages(self._format, messages, bucket.numel, bucket.dtype)
+        together = mean_of_senders if isinstance(self._format, TopK) and self._format.of_senders else sum_of_messages
+        return together(self._format, messages, bucket.numel, bucket.dtype)
 
     def _messages_of(self, message: SumBucket, payload: memoryview, nbytes: int) -> Iterator[memoryview]:
         """Give the messages of all shards in their order: those that came, and this worker's own."""

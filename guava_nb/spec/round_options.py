@@ -6,8 +6,10 @@ from typing import Any, Protocol
 
 from guava_nb.errors import ConfigError
 
-__all__ = ["RoundOptions", "check_rounds", "filled"]
+__all__ = ["SPARSE_METHODS", "RoundOptions", "check_rounds", "filled"]
 
+#: Outer methods whose messages have the largest elements only.
+SPARSE_METHODS = ("sparse", "partial")
 _EVERY = 30
 
 
@@ -36,10 +38,10 @@ def check_rounds(options: RoundOptions) -> None:
     Raises:
         ConfigError: some do.
     """
-    if options.outer_momentum and (options.outer in ("average", "sparse") or options.outer_momentum >= 1):
+    if options.outer_momentum and (options.outer not in (None, "nesterov") or options.outer_momentum >= 1):
         raise ConfigError(
             f"outer_momentum is {options.outer_momentum:g}; give a number below 1, and only with outer='nesterov' "
-            "(--outer nesterov): an average has none, and sparse has its error feedback instead"
+            "(--outer nesterov): the other outer methods have none"
         )
     every, delay = options.sync_every or _EVERY, options.sync_delay or 0
     if delay >= every:
@@ -52,9 +54,14 @@ def check_rounds(options: RoundOptions) -> None:
             f"mixing is {options.mixing:g}, and sync_delay {delay}; give a mixing from 0 to below 1, and only with a sync_delay "
             "(--sync-delay) above 0: without one a worker begins each round with the common weights"
         )
-    if options.outer == "sparse" and options.wire != "fp32":
+    if options.outer == "partial" and delay:
         raise ConfigError(
-            f"wire is {options.wire!r}, and outer='sparse' has a format of its own: leave wire at 'fp32', and give "
+            f"sync_delay is {delay}, and with outer='partial' a worker begins each round with what it kept of its own way: leave "
+            "sync_delay at 0, or take outer='nesterov' (--outer nesterov)"
+        )
+    if options.outer in SPARSE_METHODS and options.wire != "fp32":
+        raise ConfigError(
+            f"wire is {options.wire!r}, and outer={options.outer!r} has a format of its own: leave wire at 'fp32', and give "
             "outer_args={'bits': 4} (--outer-args) for finer values"
         )
     if options.check == "strict":

@@ -29,6 +29,7 @@ from guava_nb.protocol.messages import (
 )
 from guava_nb.spec.cells import resolve
 from guava_nb.spec.own_facts import reads
+from guava_nb.spec.round_options import SPARSE_METHODS
 from guava_nb.spec.training_options import Reference, TrainingOptions, option_infos, same_named
 
 __all__ = [
@@ -275,9 +276,9 @@ def _rounds(options: TrainingOptions) -> RoundSpec | None:
 
 
 def _check_outer_args(outer: str, given: Mapping[str, Any]) -> None:
-    if given and outer != "sparse":
+    if given and outer not in SPARSE_METHODS:
         raise ConfigError(
-            f"outer_args is given, and outer={outer!r} takes none: leave it out, or choose outer='sparse' (--outer sparse)"
+            f"outer_args is given, and outer={outer!r} takes none: leave it out, or choose outer='partial' (--outer partial)"
         )
     rules: Mapping[str, tuple[Callable[[float], bool], str]] = {
         "density": (lambda value: 0 < value <= 1, "give a number above 0, up to 1"),
@@ -285,6 +286,8 @@ def _check_outer_args(outer: str, given: Mapping[str, Any]) -> None:
         "decay": (lambda value: 0 <= value <= 1, "give a number from 0 to 1"),
     }
     for name, value in given.items():
+        if name == "decay" and outer == "partial":
+            raise ConfigError("outer_args names 'decay', and with outer='partial' all that was left out stays: leave decay out")
         if name not in rules:
             raise ConfigError(f"outer_args names {name!r}; it may name {', '.join(rules)}")
         if not isinstance(value, int | float) or not rules[name][0](value):

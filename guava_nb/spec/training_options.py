@@ -21,7 +21,7 @@ from guava_nb.config import DistributedConfig
 from guava_nb.config.units import parse_seconds
 from guava_nb.errors import ConfigError
 from guava_nb.spec.factories import near
-from guava_nb.spec.round_options import check_rounds, filled
+from guava_nb.spec.round_options import SPARSE_METHODS, check_rounds, filled
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # of Python 3.11
@@ -126,13 +126,15 @@ class TrainingOptions:
             "auto" measures lines and steps before the run, takes "step" where the line costs less than a quarter of the
             computing, else the shortest rounds of which the line takes a tenth, and says what it chose.
         sync_every: optimizer steps of a round of local sync; by default 30.
-        outer: what the workers' mean way of a round goes into: "nesterov" (DiLoCo), "average", the mean of their weights, or
-            "sparse" (SparseLoCo), which sends the largest 1/64 of each worker's way at 2 bits and the rest with later rounds; by
-            default average, with which one worker alone trains as plain PyTorch does.
+        outer: what the workers' mean way of a round goes into: "nesterov" (DiLoCo), "average", the mean of their weights,
+            "sparse" (SparseLoCo), which sends the largest 1/64 of each worker's way at 2 bits and the rest with later rounds, or
+            "partial", which sends as much, leaves the rest in the worker's own weights and takes of each element the mean of
+            those who sent it: measured, it trains best at few bytes. By default average.
         outer_lr: learning rate of that common step; of nesterov 0.7 by default, else 1.
         outer_momentum: momentum of nesterov, below 1; by default 0.9.
-        outer_args: of sparse: density, the part that is sent (above 0, up to 1); bits of each value (2, 4, 8, 32); decay,
-            how much of what was left out counts a round later (0 to 1). By default 1/64, 2, 0.95.
+        outer_args: of sparse and partial: density, the part that is sent (above 0, up to 1), by default 1/64; bits of each
+            value (2, 4, 8, 32), by default 2. Of sparse also decay, how much of what was left out counts a round later (0 to 1),
+            by default 0.95.
         sync_delay: local steps that a worker goes on with its own weights before it mixes in the common ones of the round
             before, so that it computes while these travel (Streaming DiLoCo); below sync_every. By default 0: it waits for
             them. A worker alone waits for nothing, and trains as without.
@@ -225,7 +227,7 @@ class TrainingOptions:
     accumulation_steps: int | None = option(None, "count", flag="accumulate", setting="accumulation_steps")
     sync: str = option("step", "choice", flag="sync", choices=("step", "local", "auto"))
     sync_every: int | None = option(None, "count", flag="sync-every", needs="sync")
-    outer: str | None = option(None, "choice", flag="outer", choices=("nesterov", "average", "sparse"), needs="sync")
+    outer: str | None = option(None, "choice", flag="outer", choices=("nesterov", "average", *SPARSE_METHODS), needs="sync")
     outer_lr: float | None = option(None, "norm", flag="outer-lr", needs="sync")
     outer_momentum: float | None = option(None, "norm", flag="outer-momentum", needs="sync")
     outer_args: Mapping[str, Any] | None = option(None, "arguments", flag="outer-args", needs="sync")

@@ -25,6 +25,7 @@ from guava_nb.sync.exchange import OnApplied, OnCommit, Replicas, StepExchange
 from guava_nb.sync.send_credit import SendCredit
 from guava_nb.sync.step_in_flight import PlannedShards, StepInFlight, plan_step
 from guava_nb.sync.step_machine import Add, Decided, Halt, Instruction, Reissue, SendBucket, StepMachine
+from guava_nb.wire_formats.top_k import TopK
 
 __all__ = ["StarExchange"]
 
@@ -207,8 +208,9 @@ class StarExchange(StepExchange[Replicas]):
 def _how_it_travels(spec: RunSpec) -> str:
     if spec.rounds is None:
         return _WIRE.format("gradients", f"{spec.wire} (wire, --wire)", _ROUNDING.format("step", "gradient"))
-    if spec.rounds.outer == "sparse":
-        return _WIRE.format("the ways of a round", f"{message_format(spec)[0].name} (outer='sparse')", _SPARSE)
+    outer, wire_format = spec.rounds.outer, message_format(spec)[0]
+    if isinstance(wire_format, TopK):
+        return _WIRE.format("the ways of a round", f"{wire_format.name} (outer={outer!r})", _SPARSE)
     return _WIRE.format("the ways of a round", f"{spec.wire} (wire, --wire)", _ROUNDING.format("round", "way"))
 
 

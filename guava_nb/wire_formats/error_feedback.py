@@ -73,13 +73,16 @@ class ErrorFeedback:
         """Whether earlier messages of that key left something out, or may have."""
         return str(key) in self._proposed or str(key) in self._committed
 
+    def rest(self, key: object) -> Tensor | None:
+        """Return what messages of that key left out, `[numel]` of float32 or float64, proposed or committed; None: there were none."""
+        return self._proposed.get(str(key), self._committed.get(str(key)))
+
     def _with_rest(self, key: object, flat: Tensor) -> Tensor:
-        name, values = str(key), flat.detach().to(accumulation_dtype(flat.dtype))
-        before = self._proposed.get(name, self._committed.get(name))
+        values, before = flat.detach().to(accumulation_dtype(flat.dtype)), self.rest(key)
         if before is None:
             return values
         if before.shape != values.shape:
-            raise LocalProtocolError(f"{values.numel()} elements for the residual of {before.numel()} of {name}")
+            raise LocalProtocolError(f"{values.numel()} elements for the residual of {before.numel()} of {key}")
         return values + before.to(values.device) * self.decay
 
     def commit(self) -> None:

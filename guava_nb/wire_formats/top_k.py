@@ -31,8 +31,11 @@ class TopK(WireFormat):
     the means of the smaller and of the larger ones.
     """
 
-    def __init__(self, count: int = 64, chunk: int = 4096, bits: int = 2) -> None:
+    def __init__(self, count: int = 64, chunk: int = 4096, bits: int = 2, of_senders: bool = False) -> None:
         """Send so many values of each chunk, at so many bits.
+
+        `of_senders`: several messages come to the mean, element by element, of those that have it, not to their sum; only who
+        gets all of them can tell.
 
         Raises:
             ConfigError: the numbers make no format.
@@ -41,7 +44,7 @@ class TopK(WireFormat):
             raise ConfigError(
                 f"top-k of {count} of {chunk} elements at {bits} bits: give 1 to {chunk} elements, and 2, 4, 8 or 32 bits"
             )
-        self.count, self.chunk, self.bits = count, chunk, bits
+        self.count, self.chunk, self.bits, self.of_senders = count, chunk, bits, of_senders
         self._most = (1 << bits - 1) - 1
         self.name, self.is_exact = f"top {count} of {chunk} at {bits} bits", count == chunk and bits == 32
 

@@ -111,9 +111,26 @@ def test_sparse_rounds_equal_loops_by_hand(cluster: Cluster, workers: int, args:
     assert difference(run.model(), model) <= 1e-9
 
 
+@pytest.mark.parametrize(("workers", "density", "bits"), [(1, 0.1, 2), (2, 1 / 64, 2), (3, 0.3, 2), (3, 0.1, 32), (2, 1.0, 2)])
+def test_partial_rounds_equal_loops_by_hand(cluster: Cluster, workers: int, density: float, bits: int) -> None:
+    rounds = RoundSpec("partial", 1.0, 0.0, density=density, bits=bits)
+    run_spec = spec(rounds=rounds, hash_every_steps=1, bucket_bytes=1 << 20)
+    _, run = train(cluster, workers, run_spec, loader(101, 16), sync_every=2)
+    model, losses = by_hand(run_spec, loader(101, 16), workers, 2)
+    assert losses_of(run) == pytest.approx(losses, abs=1e-12)
+    assert difference(run.model(), model) <= 1e-9
+
+
+def test_partial_rounds_of_one_worker_equal_plain_training(cluster: Cluster) -> None:
+    _, run = train(cluster, 1, spec(rounds=RoundSpec("partial", 1.0, 0.0)), loader(101, 16), sync_every=3)
+    model, _ = by_hand(spec(rounds=AVERAGE), loader(101, 16), 1, 1)
+    assert difference(run.model(), model) <= 1e-9
+
+
+@pytest.mark.parametrize("outer", ["sparse", "partial"])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_sparse_rounds_of_all_elements_at_32_bits_are_the_average(cluster: Cluster, workers: int) -> None:
-    whole = RoundSpec("sparse", 1.0, 0.0, density=1.0, bits=32)
+def test_sparse_rounds_of_all_elements_at_32_bits_are_the_average(cluster: Cluster, workers: int, outer: str) -> None:
+    whole = RoundSpec(outer, 1.0, 0.0, density=1.0, bits=32)
     _, run = train(cluster, workers, spec(rounds=whole), loader(101, 16), sync_every=3)
     model, losses = by_hand(spec(rounds=AVERAGE), loader(101, 16), workers, 3)
     assert losses_of(run) == pytest.approx(losses, abs=1e-12)

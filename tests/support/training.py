@@ -172,7 +172,9 @@ def by_hand(
                 begun = parameters_to_vector(reversed(list(model.parameters())))
                 ended = [parameters_to_vector(reversed(list(one.parameters()))) for one in locals_]
                 ways = {
-                    k: (begun - end) * (n / sum(seen)) for k, (n, end) in enumerate(zip(seen, ended, strict=True)) if n
+                    k: (begun - end) * (1 if travelled.is_partial else n / sum(seen))
+                    for k, (n, end) in enumerate(zip(seen, ended, strict=True))
+                    if n
                 }
                 for parameter in model.parameters():
                     parameter.grad = torch.empty_like(parameter)
@@ -181,6 +183,7 @@ def by_hand(
             waiting = {k for k, n in enumerate(seen) if n and rounds.sync_delay and workers > 1}
             for k in set(range(workers)) - waiting:
                 locals_[k].load_state_dict(model.state_dict())
+                travelled.keep(k, locals_[k])
     return model, losses
 
 
@@ -199,6 +202,7 @@ class Messages:
     def __init__(self, run_spec: RunSpec, workers: int) -> None:
         assert run_spec.rounds is not None
         self.rounds, self.is_sparse = run_spec.rounds, run_spec.rounds.outer == "sparse"
+        self.is_partial = run_spec.rounds.outer == "partial" and workers > 1
         self.dense = WIRE_FORMATS[run_spec.wire]
         self.owed = [torch.zeros(()) for _ in range(workers + 1)]  # the last is the hub's
 
@@ -213,10 +217,25 @@ class Messages:
         self.owed[sender] = values - arrived
         return arrived
 
+    def _mean_of_senders(self, ways: dict[int, torch.Tensor], count: int) -> torch.Tensor:
+        arrived = {k: SparseLoCo(count, 4096, self.rounds.bits, 0.0).compressed(way) for k, way in ways.items()}
+        for k, way in ways.items():
+            self.owed[k] = way - arrived[k]
+        found = torch.stack(list(arrived.values()))
+        return found.sum(0) / (found != 0).sum(0).clamp(min=1)
+
+    def keep(self, worker: int, model: torch.nn.Module) -> None:
+        """Have a worker begin with what it did not send of its own way."""
+        if self.is_partial:
+            parameters = list(reversed(list(model.parameters())))
+            vector_to_parameters(parameters_to_vector(parameters) - self.owed[worker], parameters)
+
     def sum_of(self, ways: dict[int, torch.Tensor]) -> torch.Tensor:
         if len(self.owed) == 2:  # a lone worker sends nothing
             return ways[0]
         count = max(1, round(self.rounds.density * 4096))
+        if self.is_partial:
+            return self._mean_of_senders(ways, count)
         total = torch.stack([self._sent(k, way, count) for k, way in ways.items()]).sum(0)
         if not self.is_sparse:
             return self._sent(-1, total)

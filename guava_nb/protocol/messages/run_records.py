@@ -130,13 +130,14 @@ class RoundSpec(msgspec.Struct, frozen=True, array_like=True):
     """Rounds of local steps between two exchanges. How many steps a round has, each shard says.
 
     Attributes:
-        outer: what the exchanged mean of the pseudo-gradients goes into: "nesterov", "average" or "sparse".
+        outer: what the exchanged mean of the pseudo-gradients goes into: "nesterov", "average", "sparse" or
+            "partial".
         outer_lr: learning rate of that outer step; 1 with momentum 0 takes the mean of the workers' weights.
         outer_momentum: of the outer step.
         batches_per_step: loader batches of one local step.
-        density: of "sparse": which part of the pseudo-gradient's elements a message has.
+        density: of "sparse" and "partial": which part of the pseudo-gradient's elements a message has.
         bits: of each of them.
-        decay: how much of what a message left out counts in the next one.
+        decay: of "sparse": how much of what a message left out counts in the next one.
         sync_delay: local steps of the next round that are taken before the common weights of this one are mixed in.
         mixing: how much of its own weights a worker keeps then.
     """

@@ -8,6 +8,10 @@ arXiv 1805.09767; DiLoCo, Douillard et al. 2023, arXiv 2311.08105). Until then e
 With `sync_delay` the next round begins where this one ended here, and after so many steps the common weights are mixed in
 (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512, of one fragment). So these steps need nothing that is still on its
 way, and `begin_early` may take them meanwhile; when they are taken changes no number.
+
+With `partial` messages have the largest elements of the pseudo-gradient only, and a round begins with the common weights plus
+what messages left out so far of this worker's own way. Such a message is not weighted by samples: what all get of an element is
+the mean of those workers that sent it.
 """
 
 from __future__ import annotations
@@ -123,12 +127,13 @@ class LocalReplica(Replica):
         self._is_shared = work.rows != work.global_rows
         changes: dict[int, tuple[bytes, Tensor]] = {}
         try:
+            begun = self._begun(common)
             early, first = self._come_to_mixing(work, early, common, saved)
             results = [] if early is None else early.results
             result = _together([*results, *self._take_steps(work, first, work.num_steps, self.steps)], work)
             after = self._round_end(work, goes_on=self._delay > 0 and on_bucket is not None)
             if result.finite:
-                changes = self._changes(common, saved, work.rows / work.global_rows, shared=on_bucket is not None)
+                changes = self._changes(begun, saved, work.rows / work.global_rows, shared=on_bucket is not None)
         finally:
             self._go_back(common, saved, start)
         self._after = self._after or after
@@ -161,6 +166,18 @@ class LocalReplica(Replica):
             if (number + 1) % each == 0:
                 self._move_schedule()
         return [one.read() for one in launched]
+
+    def _begun(self, common: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that a round begins with, and have them in the model: with what this worker keeps of its own way."""
+        rests = {bucket: self.wire.rest(bucket.index) for bucket in self.layout.buckets if self._method.keeps_rest}
+        if not any(rest is not None for rest in rests.values()):
+            return common
+        with torch.no_grad():
+            for bucket, rest in rests.items():
+                if rest is not None:
+                    for name, part in zip(bucket.names, bucket.views(rest.to(self.device)), strict=True):
+                        self._named[name].sub_(part)
+        return self._weights()
 
     # ------------------------------------------------------------------------------- the steps before the common weights
 
@@ -252,7 +269,7 @@ class LocalReplica(Replica):
     def _changes(
         self, weights: Mapping[str, Tensor], saved: list[Tensor], part: float, shared: bool
     ) -> dict[int, tuple[bytes, Tensor]]:
-        """Return the pseudo-gradient times this shard's `part` of the samples, and what became of the buffers, by bucket."""
+        """Return the pseudo-gradient, and what became of the buffers, by bucket; where it is added up, times this shard's `part`."""
         if shared:
             self._watch.check()
             self._switches.frozen()
@@ -263,7 +280,9 @@ class LocalReplica(Replica):
             for bucket in self.layout.buckets:
                 pairs = [(weights[name], self._named[name]) for name in bucket.names]
                 parts = [pseudo_gradient(start, end).reshape(-1) for start, end in pairs]
-                flat = torch.cat(parts).mul_(part)
+                flat = torch.cat(parts)
+                if not (self._method.keeps_rest and bucket.wire_format):
+                    flat.mul_(part)
                 flat = flat.cpu() if shared else self.wire.settle(bucket.index, flat)
                 changes[bucket.index] = (pack_present([True] * len(parts)), flat)
         if self.layout.buffers is not None:
