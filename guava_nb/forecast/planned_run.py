@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import torch
 
 from guava_nb.cluster.cluster import Cluster
@@ -25,7 +26,9 @@ from guava_nb.forecast.run_facts import RunFacts, Sizes, peeked, rows_of
 from guava_nb.forecast.run_parts import parts_of
 from guava_nb.forecast.savings import savings
 from guava_nb.forecast.sync_choice import SyncChoice, SyncWork
-from guava_nb.protocol.messages import DataSpec, RunSpec
+from guava_nb.protocol.messages import DataSpec, RoundSpec, RunSpec
+from guava_nb.protocol.tensor_bounds import ITEM_BYTES
+from guava_nb.replica.buckets import message_format
 from guava_nb.replica.model.resident import held
 from guava_nb.row_cache.policy import WorkerCaches
 from guava_nb.spec.cells import resolve
@@ -178,8 +181,11 @@ def forecast_of(
     )
 
 
-def sync_work(planned: PlannedRun) -> SyncWork:
-    """Return what a run sends and computes, as far as it matters how often it exchanges."""
+def sync_work(planned: PlannedRun, rounds: RoundSpec | None = None) -> SyncWork:
+    """Return what a run sends and computes, as far as it matters how often it exchanges.
+
+    `rounds` are those that it may be trained in instead.
+    """
     run, plan = planned.facts(), planned.plan
     parts, layout, left = parts_of(run), run.replica_set.master.layout, plan.steps_left(run.replica_set.step)
     whole, exchanges, batches = parts.run(), parts.steps(), plan.feed.batches_per_epoch
@@ -192,7 +198,19 @@ def sync_work(planned: PlannedRun) -> SyncWork:
         other_bytes=whole.total_bytes - parts.step.total_bytes * exchanges if whole and exchanges is not None else None,
         steps=left,
         steps_per_epoch=batches and -(-batches // plan.accumulation_steps),
+        **_of_rounds(run, rounds),
     )
+
+
+def _of_rounds(run: RunFacts, rounds: RoundSpec | None) -> dict[str, float]:
+    """Return what the exchange of a round is where it is another one than that of a step, by name."""
+    if rounds is None or rounds.outer != "partial":
+        return {}
+    wire_format, _ = message_format(msgspec.structs.replace(run.spec, rounds=rounds))
+    layout = run.replica_set.master.layout
+    forms = [replace(bucket, wire=wire_format).form(bucket.numel) for bucket in layout.buckets]
+    up = sum(form.numel * ITEM_BYTES[form.dtype] for form in forms)
+    return {"round_up_bytes": up, "round_down_bytes": up * (run.workers - 1), "density": rounds.density}
 
 
 def budget_of(limit: Limit, planned: PlannedRun) -> Budget:

@@ -16,12 +16,12 @@ from guava_nb.data.split import RowSplitter
 from guava_nb.errors import GuavaError
 from guava_nb.evaluation.step_trial import play_steps
 from guava_nb.forecast.planned_run import Composed, PlannedRun, sync_work, unchanged_randomness
-from guava_nb.forecast.sync_choice import SyncChoice, WorkerPace, choose_sync
+from guava_nb.forecast.sync_choice import ROUNDS, SyncChoice, WorkerPace, choose_sync
 from guava_nb.orchestrator.launch import measured_lines
 from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.model.resident import OWN_MODEL
-from guava_nb.spec.run_spec import why_not_local
+from guava_nb.spec.run_spec import round_spec, why_not_local
 from guava_nb.spec.training_options import MEASURED, OF_SESSION, TrainingOptions
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.resident_replica_set import is_own
@@ -77,24 +77,25 @@ class SyncAdvice:
         else:
             with unchanged_randomness():
                 run = self._planned(step, model, loaders, cluster is not None)
-                choice = self._choose(
-                    run, cluster, why_not_local(config, step, run.composed.spec.parallel), options.shares
-                )
+                refused = why_not_local(config, step, run.composed.spec.parallel)
+                choice = self._choose(run, cluster, refused, options.synced("local", ROUNDS[0]))
         return options.synced(choice.sync, choice.sync_every, choice.is_uneven), choice
 
-    def _choose(self, planned: PlannedRun, cluster: Cluster | None, refused: str, shares: object) -> SyncChoice:
+    def _choose(
+        self, planned: PlannedRun, cluster: Cluster | None, refused: str, rounds: TrainingOptions
+    ) -> SyncChoice:
         if (
             planned.composed.spec.parallel is not None
         ):  # gradients do not cross the lines to here, which alone are known
             return SyncChoice("step", 1, f"sync auto: an exchange in every step, because {refused}")
-        work = sync_work(planned)
+        work = sync_work(planned, round_spec(rounds))
         if cluster is None:
             refused = refused or "nothing can be measured now: no worker is here, or a run is in progress"
         if refused or cluster is None or planned.workers < 2:
             return choose_sync(work, [WorkerPace(f"worker {k + 1}") for k in range(planned.workers)], refused)
         measured_lines(cluster)
         paces = _paces(planned, cluster, self._seconds(planned, cluster))
-        return choose_sync(work, paces, measured=shares in (None, MEASURED))
+        return choose_sync(work, paces, measured=rounds.shares in (None, MEASURED))
 
     def known(self, planned: PlannedRun, cluster: Cluster | None) -> SyncChoice | None:
         """Compare the ways for a run whose way the user chose, by what is known; None where that is not enough."""

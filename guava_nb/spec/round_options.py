@@ -41,7 +41,7 @@ def check_rounds(options: RoundOptions) -> None:
     if options.outer_momentum and (options.outer not in (None, "nesterov") or options.outer_momentum >= 1):
         raise ConfigError(
             f"outer_momentum is {options.outer_momentum:g}; give a number below 1, and only with outer='nesterov' "
-            "(--outer nesterov): the other outer methods have none"
+            "(--outer nesterov): an average has none, nor has partial, and sparse has its error feedback instead"
         )
     every, delay = options.sync_every or _EVERY, options.sync_delay or 0
     if delay >= every:

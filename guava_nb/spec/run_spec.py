@@ -40,6 +40,7 @@ __all__ = [
     "parallel_spec",
     "plain_arguments",
     "precision_for",
+    "round_spec",
     "uses_gather",
     "why_not_local",
 ]
@@ -258,12 +259,13 @@ def build_spec(
             "cache": _cache_spec(config, options.cache),
             "data": (),  # what lies at the workers, they tell
             "lockstep": any(map(_looks_at_steps, options.callbacks)),
-            "rounds": _rounds(options),
+            "rounds": round_spec(options),
         }
     )
 
 
-def _rounds(options: TrainingOptions) -> RoundSpec | None:
+def round_spec(options: TrainingOptions) -> RoundSpec | None:
+    """Return the rounds of local steps that settled options ask for; None for an exchange in every step."""
     if options.sync == "step":
         return None
     assert options.outer is not None and options.outer_lr is not None and options.accumulation_steps is not None
@@ -278,7 +280,7 @@ def _rounds(options: TrainingOptions) -> RoundSpec | None:
 def _check_outer_args(outer: str, given: Mapping[str, Any]) -> None:
     if given and outer not in SPARSE_METHODS:
         raise ConfigError(
-            f"outer_args is given, and outer={outer!r} takes none: leave it out, or choose outer='partial' (--outer partial)"
+            f"outer_args is given, and outer={outer!r} takes none: leave it out, or choose outer='sparse' or outer='partial'"
         )
     rules: Mapping[str, tuple[Callable[[float], bool], str]] = {
         "density": (lambda value: 0 < value <= 1, "give a number above 0, up to 1"),
@@ -287,7 +289,9 @@ def _check_outer_args(outer: str, given: Mapping[str, Any]) -> None:
     }
     for name, value in given.items():
         if name == "decay" and outer == "partial":
-            raise ConfigError("outer_args names 'decay', and with outer='partial' all that was left out stays: leave decay out")
+            raise ConfigError(
+                "outer_args names 'decay', and with outer='partial' all that was left out stays: leave decay out"
+            )
         if name not in rules:
             raise ConfigError(f"outer_args names {name!r}; it may name {', '.join(rules)}")
         if not isinstance(value, int | float) or not rules[name][0](value):

@@ -124,7 +124,8 @@ class TrainingOptions:
             machine; "local" lets each worker take `sync_every` steps on its own part of the batches and then takes one common
             step, which sends that much less over slow lines and is another algorithm (DiLoCo, local SGD). Data mode at the hub.
             "auto" measures lines and steps before the run, takes "step" where the line costs less than a quarter of the
-            computing, else the shortest rounds of which the line takes a tenth, and says what it chose.
+            computing, else the shortest rounds of which the line takes a tenth, of outer "partial" unless a wire is
+            given, and says what it chose.
         sync_every: optimizer steps of a round of local sync; by default 30.
         outer: what the workers' mean way of a round goes into: "nesterov" (DiLoCo), "average", the mean of their weights,
             "sparse" (SparseLoCo), which sends the largest 1/64 of each worker's way at 2 bits and the rest with later rounds, or
@@ -227,7 +228,9 @@ class TrainingOptions:
     accumulation_steps: int | None = option(None, "count", flag="accumulate", setting="accumulation_steps")
     sync: str = option("step", "choice", flag="sync", choices=("step", "local", "auto"))
     sync_every: int | None = option(None, "count", flag="sync-every", needs="sync")
-    outer: str | None = option(None, "choice", flag="outer", choices=("nesterov", "average", *SPARSE_METHODS), needs="sync")
+    outer: str | None = option(
+        None, "choice", flag="outer", choices=("nesterov", "average", *SPARSE_METHODS), needs="sync"
+    )
     outer_lr: float | None = option(None, "norm", flag="outer-lr", needs="sync")
     outer_momentum: float | None = option(None, "norm", flag="outer-momentum", needs="sync")
     outer_args: Mapping[str, Any] | None = option(None, "arguments", flag="outer-args", needs="sync")
@@ -352,10 +355,14 @@ class TrainingOptions:
         return replace(settled, max_grad_norm=settled.max_grad_norm or None)
 
     def synced(self, sync: str, sync_every: int, unlike: bool = False) -> Self:
-        """Return settled options with what sync="auto" has chosen; rounds of `unlike` workers have measured shares."""
+        """Return settled options with what sync="auto" has chosen; rounds of `unlike` workers have measured shares.
+
+        Its rounds are of partial averaging, which has a format of its own; where a wire format was given, of averaging.
+        """
         shares = MEASURED if unlike and self.shares is None else self.shares
         shares = None if sync == "step" and shares == MEASURED else shares
-        return replace(self, sync=sync, sync_every=sync_every, shares=shares)._with_rounds()
+        outer = "partial" if sync == "local" and self.wire == "fp32" else None
+        return replace(self, sync=sync, sync_every=sync_every, shares=shares, outer=outer)._with_rounds()
 
     def _with_rounds(self) -> Self:
         """Fill in what a round of local sync is like; of a run that exchanges every step a round is one step."""

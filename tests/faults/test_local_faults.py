@@ -26,7 +26,7 @@ SGD = Factory("SGD", {"lr": 0.1})
 MOMENTUM = Factory("SGD", {"lr": 0.05, "momentum": 0.5})
 STEP_LR = Factory("StepLR", {"step_size": 3, "gamma": 0.5})
 #: What a survivor does in a lost worker's place is what that one would have done: SGD keeps nothing of its own.
-SPARSE = RoundSpec("sparse", 1.0, 0.0, density=0.25)
+SPARSE, PARTIAL = (RoundSpec(outer, 1.0, 0.0, density=0.25) for outer in ("sparse", "partial"))
 STATELESS = spec(rounds=RoundSpec("nesterov", 0.7, 0.9), optimizer=SGD, scheduler=STEP_LR)
 ADAM = spec(rounds=RoundSpec("nesterov", 0.7, 0.9), hash_every_steps=1)
 
@@ -72,7 +72,7 @@ def test_a_cut_connection_resumed_in_a_round_changes_nothing(cluster: Cluster, k
     assert_by_hand(job.run, 2, 7, 1)
 
 
-@pytest.mark.parametrize("wire", ["fp32", "int8", "sparse"])
+@pytest.mark.parametrize("wire", ["fp32", "int8", "sparse", "partial"])
 def test_thirty_rounds_with_losses_and_joins_count_every_sample_and_keep_replicas_alike(
     cluster: Cluster, wire: str
 ) -> None:
@@ -100,7 +100,7 @@ def test_thirty_rounds_with_losses_and_joins_count_every_sample_and_keep_replica
 
     start(cluster, [watch, watch])
     # Momentum is an inner state: each survivor and each newcomer has another one than the lost worker had.
-    rounds = SPARSE if wire == "sparse" else RoundSpec("average", 1.0, 0.0)
+    rounds = {"sparse": SPARSE, "partial": PARTIAL}.get(wire, RoundSpec("average", 1.0, 0.0))
     encoded = {"bucket_bytes": 1 << 20, "wire": "int8" if wire == "int8" else "fp32"}
     run_spec = spec(rounds=rounds, optimizer=MOMENTUM, hash_every_steps=1, **encoded)
     job = job_for(cluster, run_spec, plan_for(loader(101, 16), 10, sync_every=3, callbacks=[Join()]))
@@ -111,7 +111,9 @@ def test_thirty_rounds_with_losses_and_joins_count_every_sample_and_keep_replica
     assert sum(record["samples"] for record in run.history) == 1010
     assert sorted(hashes) == list(range(30)) and all(len(found) == 1 for found in hashes.values())
     _, undisturbed = by_hand(run_spec, loader(101, 16), 2, 3, 10)
-    assert sum(losses_of(run)[-6:]) == pytest.approx(sum(undisturbed[-6:]), rel=0.01)
+    ended, expected = sum(losses_of(run)[-6:]), sum(undisturbed[-6:])
+    # With partial averaging a third worker sends elements that the two did not: the loss falls faster.
+    assert ended < 1.01 * expected and (wire == "partial" or ended > 0.99 * expected)
     lost = [text for text in told if "is lost, and what only it had" in text]
     assert len(lost) == sum(one.dead for one in joined) and all(
         "the state of its own optimizer" in text for text in lost
@@ -120,9 +122,12 @@ def test_thirty_rounds_with_losses_and_joins_count_every_sample_and_keep_replica
     assert any("travel as" in text for text in told) == (wire != "fp32")
 
 
-@pytest.mark.parametrize("kind", [GradientBucket, Ready, StepApplied])
+@pytest.mark.parametrize(
+    ("kind", "rounds"),
+    [(GradientBucket, SPARSE), (Ready, SPARSE), (StepApplied, SPARSE), (GradientBucket, PARTIAL), (Ready, PARTIAL)],
+)
 def test_a_worker_lost_in_a_sparse_round_leaves_replicas_alike_and_the_last_one_takes_in_what_it_owes(
-    cluster: Cluster, kind: type[Message]
+    cluster: Cluster, kind: type[Message], rounds: RoundSpec
 ) -> None:
     hashes: dict[int, set[str]] = defaultdict(set)
     die = once_after(2, kind, lambda worker: worker.die())
@@ -139,7 +144,7 @@ def test_a_worker_lost_in_a_sparse_round_leaves_replicas_alike_and_the_last_one_
     for worker in workers:
         worker.start()
     cluster.wait_for(3, 10)
-    job = job_for(cluster, spec(rounds=SPARSE, hash_every_steps=1), plan_for(loader(101, 16), 3, sync_every=3))
+    job = job_for(cluster, spec(rounds=rounds, hash_every_steps=1), plan_for(loader(101, 16), 3, sync_every=3))
     job.start()
     finish(job.run)
     assert die.fired and (job.run.lost_samples, job.run.duplicated_samples) == (0, 0)

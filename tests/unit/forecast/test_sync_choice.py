@@ -114,6 +114,22 @@ def test_home_lines_get_rounds_and_a_fast_line_gets_exact_steps() -> None:
     assert (between.sync, between.sync_every) == ("local", 15)
 
 
+def test_rounds_that_send_a_part_are_shorter_and_it_is_said_what_that_part_was_measured_to_cost() -> None:
+    part = replace(WORK, round_up_bytes=52e3, round_down_bytes=52e3, density=1 / 64)
+    choice = choose_sync(part, home())
+    assert (choice.sync, choice.sync_every, choice.warning) == ("local", 5, "")
+    assert choice.sentence.endswith(
+        "an average of the weights that 2 workers reach in 5 steps each, of which the largest 1/64 travels and the rest stays with "
+        "its worker; measured with a small language model, the loss ended 0.9 % below"
+    )
+    assert "and in these rounds it takes 8% of the time" in choice.sentence
+    every = [choose_sync(part, home(step_s=step_s)).sync_every for step_s in (0.2, 0.06, 0.03, 0.01)]
+    assert every == [5, 15, 30, 60]
+    coarse = choose_sync(replace(part, density=1 / 100), home()).sentence
+    assert coarse.endswith("of which the largest 1/100 travels and the rest stays with its worker")
+    assert choose_sync(part, home(), asked=1).ways[1] == choose_sync(WORK, home(), asked=1).ways[1]  # a step sends all
+
+
 def test_step_sync_over_a_home_line_is_told_to_take_longer_than_one_worker() -> None:
     assert slower_than_alone(WORK, home(), 1) == (
         "an exchange in every step over these lines would take longer than w1 alone: about 3.77 h against 20 min. sync='auto' "

@@ -275,7 +275,10 @@ def test_local_sync_fills_in_its_rounds_and_step_sync_has_none() -> None:
     assert (local.sync_every, local.outer, local.outer_lr, local.outer_momentum) == (30, "average", 1.0, 0.0)
     auto = TrainingOptions(sync="auto").settled(config)
     assert (auto.sync, auto.sync_every, auto.outer) == ("auto", 1, None)
-    assert auto.synced("local", 15) == TrainingOptions(sync="local", sync_every=15).settled(config)
+    partial = TrainingOptions(sync="local", sync_every=15, outer="partial").settled(config)
+    assert auto.synced("local", 15) == partial and (partial.outer_lr, partial.outer_momentum) == (1.0, 0.0)
+    short = TrainingOptions(sync="auto", wire="int8").settled(config).synced("local", 15)
+    assert short == TrainingOptions(sync="local", sync_every=15, wire="int8").settled(config)
     assert auto.synced("step", 1) == step
     diloco = TrainingOptions(sync="local", sync_every=5, outer="nesterov").settled(config)
     assert (diloco.sync_every, diloco.outer, diloco.outer_lr, diloco.outer_momentum) == (5, "nesterov", 0.7, 0.9)
@@ -290,6 +293,9 @@ def test_local_sync_fills_in_its_rounds_and_step_sync_has_none() -> None:
         ({"sync": "auto", "sync_every": 5}, "sync_every has no effect without sync='local'"),
         ({"sync": "step", "outer": "average"}, "outer has no effect without sync='local'"),
         ({"sync": "local", "outer": "average", "outer_momentum": 0.5}, "an average has none"),
+        ({"sync": "local", "outer": "partial", "outer_momentum": 0.5}, "nor has partial"),
+        ({"sync": "local", "outer": "partial", "sync_delay": 2}, "leave sync_delay at 0, or take outer='nesterov'"),
+        ({"sync": "local", "outer": "partial", "wire": "int8"}, "outer='partial' has a format of its own"),
         ({"sync": "local", "outer_momentum": 1.0}, "below 1"),
         ({"sync": "local", "outer": "sparse", "outer_momentum": 0.9}, "sparse has its error feedback instead"),
         ({"sync": "local", "outer": "sparse", "wire": "int8"}, "has a format of its own: leave wire at 'fp32'"),
