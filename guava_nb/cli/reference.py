@@ -79,7 +79,7 @@ class OuterLoop:
     """The end of a round, as the papers have it: the model's parameters and what each worker's way was become new ones."""
 
     def __init__(self, model: nn.Module, method: str, workers: int) -> None:
-        """Prepare for "average" (arXiv 1805.09767), "nesterov" (DiLoCo, 2311.08105), "sparse" (SparseLoCo, 2508.15706), "partial"."""
+        """Prepare for "average" (arXiv 1805.09767), "nesterov" (2311.08105), "sparse" (SparseLoCo, 2508.15706), or "partial"."""
         is_nesterov, self._method = method == "nesterov", method
         self._model, self._owed = model, [torch.zeros(())] * (workers + 1)  # the last is the hub's
         self._optimizer = torch.optim.SGD(

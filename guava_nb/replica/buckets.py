@@ -110,7 +110,7 @@ class Bucket:
         return None if is_exact else self.wire
 
     def is_forwarded(self, shards: int) -> bool:
-        """Whether a worker gets the messages of all other shards: of sparse ones, where no sum could say as much or is shorter."""
+        """Whether a worker gets the messages of all other shards: of sparse ones, where no sum says as much or is shorter."""
         found = self.wire_format
         if not isinstance(found, TopK):
             return False

@@ -74,7 +74,7 @@ class ErrorFeedback:
         return str(key) in self._proposed or str(key) in self._committed
 
     def rest(self, key: object) -> Tensor | None:
-        """Return what messages of that key left out, `[numel]` of float32 or float64, proposed or committed; None: there were none."""
+        """Return what messages of that key left out, `[numel]` of float32 or float64, committed or not; None: there were none."""
         return self._proposed.get(str(key), self._committed.get(str(key)))
 
     def _with_rest(self, key: object, flat: Tensor) -> Tensor:

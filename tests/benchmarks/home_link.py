@@ -84,7 +84,7 @@ def case(orchestrator: Orchestrator, name: str, steps: int, every: int) -> dict[
     data = DataLoader(rows_of_text(steps * BATCH, 20), batch_size=BATCH, shuffle=True, generator=generator)
     options: dict[str, Any] = {"shares": [1, 0]} if name == "alone" else {}
     way, _, wire = name.partition("+")
-    if way in ("nesterov", "average", "sparse"):
+    if way in ("nesterov", "average", "sparse", "partial"):
         options = {"sync": "local", "sync_every": every, "outer": way}
     if name == "auto":
         options = {"sync": "auto"}
