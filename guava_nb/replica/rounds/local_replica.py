@@ -269,7 +269,7 @@ class LocalReplica(Replica):
     def _changes(
         self, weights: Mapping[str, Tensor], saved: list[Tensor], part: float, shared: bool
     ) -> dict[int, tuple[bytes, Tensor]]:
-        """Return the pseudo-gradient, times this shard's `part` where it is added up, and what became of the buffers, by bucket."""
+        """Return the pseudo-gradient, times this `part` where it is added up, and what became of the buffers, by bucket."""
         if shared:
             self._watch.check()
             self._switches.frozen()
