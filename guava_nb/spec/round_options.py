@@ -71,6 +71,4 @@ def filled(options: RoundOptions) -> dict[str, Any]:
     usual["sync_delay"] = 0
     if outer != "nesterov":
         usual |= {"outer_lr": 1.0, "outer_momentum": 0.0}
-    if options.sync_delay:
-        usual["mixing"] = 0.5
     return {name: value for name, value in usual.items() if getattr(options, name) is None}

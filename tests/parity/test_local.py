@@ -124,16 +124,26 @@ def test_sparse_rounds_of_all_elements_at_32_bits_are_the_average(cluster: Clust
 @pytest.mark.parametrize(
     ("workers", "every", "delay", "mixing", "shares", "batch"),
     [
+        (1, 3, 2, None, None, 16),
         (1, 3, 2, 0.5, None, 16),
-        (2, 3, 1, 0.5, None, 16),
+        (2, 3, 1, None, None, 16),
+        (2, 3, 2, 0.5, None, 16),
         (2, 3, 2, 0.0, None, 16),  # the last round of an epoch has one step
         (3, 4, 2, 0.7, None, 16),
-        (2, 2, 1, 0.3, (3, 1), 16),
-        (3, 5, 3, 0.5, None, 2),  # the third worker gets nothing
+        (3, 4, 3, None, None, 16),
+        (2, 2, 1, None, (3, 1), 16),
+        (3, 5, 3, None, None, 2),  # the third worker gets nothing
     ],
 )
-def test_delayed_rounds_equal_streaming_diloco_by_hand(
-    cluster: Cluster, outer: RoundSpec, workers: int, every: int, delay: int, mixing: float, shares: Any, batch: int
+def test_delayed_rounds_equal_delayed_averaging_and_streaming_diloco_by_hand(
+    cluster: Cluster,
+    outer: RoundSpec,
+    workers: int,
+    every: int,
+    delay: int,
+    mixing: float | None,
+    shares: Any,
+    batch: int,
 ) -> None:
     rounds = replace(outer, sync_delay=delay, mixing=mixing)
     run_spec = spec(rounds=rounds, scheduler=STEP_LR, max_grad_norm=0.5, hash_every_steps=1)

@@ -6,8 +6,9 @@ round's start less those at its end, weighted by samples. Applying the sum of th
 arXiv 1805.09767; DiLoCo, Douillard et al. 2023, arXiv 2311.08105). Until then everything here stands as at the round's start.
 
 With `sync_delay` the next round begins where this one ended here, and after so many steps the common weights are mixed in
-(Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512, of one fragment). So these steps need nothing that is still on its
-way, and `begin_early` may take them meanwhile; when they are taken changes no number.
+(delayed averaging, Zhou et al. 2020, arXiv 2006.00441; with `mixing` Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512,
+of one fragment). So these steps need nothing that is still on its way, and `begin_early` may take them meanwhile; when they are
+taken changes no number.
 """
 
 from __future__ import annotations
@@ -211,8 +212,8 @@ class LocalReplica(Replica):
             self._put_inner(early.inner)
         own = self._named if early.weights is None else early.weights
         with torch.no_grad():
-            for name in self._away.weights or ():
-                self._named[name].copy_(mixed(own[name], common[name], self._mixing))
+            for name, sent in (self._away.weights or {}).items():
+                self._named[name].copy_(mixed(own[name], sent, common[name], self._mixing))
         self._buffers.reopen(saved)
         self._buffers.write_committed()
         if early.moved is not None:
