@@ -198,6 +198,7 @@ def sync_work(planned: PlannedRun, rounds: RoundSpec | None = None) -> SyncWork:
         other_bytes=whole.total_bytes - parts.step.total_bytes * exchanges if whole and exchanges is not None else None,
         steps=left,
         steps_per_epoch=batches and -(-batches // plan.accumulation_steps),
+        sync_delay=0 if run.spec.rounds is None else run.spec.rounds.sync_delay,
         **_of_rounds(run, rounds),
     )
 

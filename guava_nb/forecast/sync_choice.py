@@ -64,6 +64,7 @@ class SyncWork:
         buckets: messages that make up such an exchange: their ways up and down overlap.
         other_bytes: of the whole run, at all workers together, beside its exchanges; None: not known.
         steps, steps_per_epoch: optimizer steps; a round ends with its epoch. None: not known.
+        sync_delay: local steps of the next round that workers take while an exchange travels.
         round_up_bytes, round_down_bytes: as those of an exchange, where rounds of local steps end with another one.
         density: part of the elements that such a round sends of each worker's way; None: all.
     """
@@ -76,6 +77,7 @@ class SyncWork:
     other_bytes: float | None = None
     steps: int | None = None
     steps_per_epoch: int | None = None
+    sync_delay: int = 0
     round_up_bytes: float | None = None
     round_down_bytes: float | None = None
     density: float | None = None
@@ -229,8 +231,8 @@ def alone(work: SyncWork, paces: Sequence[WorkerPace]) -> Way:
 def together(work: SyncWork, paces: Sequence[WorkerPace], every: int) -> Way:
     """Return how all workers train with an exchange after `every` steps.
 
-    Batches are sent ahead, so computing and what it waits for overlap with them; an exchange overlaps with neither. Buckets
-    that are complete come down while others go up.
+    Batches are sent ahead, so computing and what it waits for overlap with them; an exchange overlaps with the local steps of a
+    delay only. Buckets that are complete come down while others go up.
     """
     total = sum(pace.share for pace in paces)
     rate = work.exchanges_per_step(every)
@@ -244,7 +246,8 @@ def together(work: SyncWork, paces: Sequence[WorkerPace], every: int) -> Way:
         (samples * work.sample_bytes + rate * down_bytes) / (pace.down_bytes_s or math.inf) for pace, samples in parts
     )
     name = "step sync" if every == 1 else f"local, rounds of {every} steps"
-    seconds = max(compute_s + rate * exchange_s, coming_s)
+    waited_s = max(0.0, exchange_s - min(work.sync_delay, every - 1) * compute_s)
+    seconds = max(compute_s + rate * waited_s, coming_s)
     return _way(work, name, every, compute_s, seconds, rate * len(paces) * (up_bytes + down_bytes))
 
 

@@ -47,9 +47,20 @@ def weighted_mean(contributions: Iterable[tuple[float, Tensor]]) -> Tensor:
     return mean
 
 
-def mixed(own: Tensor, common: Tensor, mixing: float) -> Tensor:
-    """Return what a member goes on with when weights come that it did not wait for: `mixing` parts of its own, else common."""
-    return torch.lerp(common.detach(), own.detach(), mixing)
+def mixed(own: Tensor, sent: Tensor, common: Tensor, mixing: float | None = None) -> Tensor:
+    """Return what a member goes on with when the weights come to which its last message led, and it has taken steps meanwhile.
+
+    Args:
+        own: its weights now.
+        sent: those at its message.
+        common: those that all messages led to.
+        mixing: how much of its own weights it keeps, the rest are the common ones (Streaming DiLoCo's alpha, arXiv:2501.18512).
+            None: all that its steps came to since its message, on top of the common ones (DaSGD, arXiv:2006.00441).
+    """
+    if mixing is not None:
+        return torch.lerp(common.detach(), own.detach(), mixing)
+    way = pseudo_gradient(sent, own)
+    return (common.detach().to(way.dtype) - way).to(own.dtype)
 
 
 @dataclass(frozen=True)

@@ -54,10 +54,10 @@ def check_rounds(options: RoundOptions) -> None:
             f"mixing is {options.mixing:g}, and sync_delay {delay}; give a mixing from 0 to below 1, and only with a sync_delay "
             "(--sync-delay) above 0: without one a worker begins each round with the common weights"
         )
-    if options.outer == "partial" and delay:
+    if options.outer == "partial" and options.mixing is not None:
         raise ConfigError(
-            f"sync_delay is {delay}, and with outer='partial' a worker begins each round with what it kept of its own way: leave "
-            "sync_delay at 0, or take outer='nesterov' (--outer nesterov)"
+            f"mixing is {options.mixing:g}, and with outer='partial' a worker keeps what it did not send of its own way: leave "
+            "mixing out (what it did during sync_delay is kept, too)"
         )
     if options.outer in SPARSE_METHODS and options.wire != "fp32":
         raise ConfigError(
@@ -78,6 +78,4 @@ def filled(options: RoundOptions) -> dict[str, Any]:
     usual["sync_delay"] = 0
     if outer != "nesterov":
         usual |= {"outer_lr": 1.0, "outer_momentum": 0.0}
-    if options.sync_delay:
-        usual["mixing"] = 0.5
     return {name: value for name, value in usual.items() if getattr(options, name) is None}

@@ -271,10 +271,10 @@ def round_spec(options: TrainingOptions) -> RoundSpec | None:
     assert options.outer is not None and options.outer_lr is not None and options.accumulation_steps is not None
     momentum, sparse = options.outer_momentum or 0.0, options.outer_args or {}
     _check_outer_args(options.outer, sparse)
-    overlap: dict[str, Any] = (
-        {} if options.mixing is None else {"sync_delay": options.sync_delay, "mixing": options.mixing}
-    )
-    return RoundSpec(options.outer, options.outer_lr, momentum, options.accumulation_steps, **sparse, **overlap)
+    return RoundSpec(
+        options.outer, options.outer_lr, momentum, options.accumulation_steps, **sparse,
+        sync_delay=options.sync_delay or 0, mixing=options.mixing,
+    )  # fmt: skip
 
 
 def _check_outer_args(outer: str, given: Mapping[str, Any]) -> None:

@@ -136,10 +136,11 @@ class TrainingOptions:
         outer_args: of sparse and partial: density, the part that is sent (above 0, up to 1), by default 1/64; bits of each
             value (2, 4, 8, 32), by default 2. Of sparse also decay, how much of what was left out counts a round later (0 to 1),
             by default 0.95.
-        sync_delay: local steps that a worker goes on with its own weights before it mixes in the common ones of the round
-            before, so that it computes while these travel (Streaming DiLoCo); below sync_every. By default 0: it waits for
-            them. A worker alone waits for nothing, and trains as without.
-        mixing: how much of its own weights a worker keeps then, from 0 to below 1; by default 0.5.
+        sync_delay: local steps that a worker goes on with its own weights before it takes the common ones of the round before,
+            so that it computes while these travel; below sync_every. What these steps came to is kept. By default 0: it waits
+            for them. A worker alone waits for nothing, and trains as without.
+        mixing: how much of its own weights a worker keeps then, from 0 to below 1, as in Streaming DiLoCo (0.5 there, for
+            delays that are short beside a round). By default it keeps what its steps came to since it sent.
         precision: arithmetic of forward and backward; "auto" takes bf16 where the card of every worker computes it by itself,
             else fp32; by default the configuration's.
         compile: compile the model on the workers (torch.compile): the first steps take longer, the others less time. It needs

@@ -36,6 +36,11 @@ _WIRE = (
     "leaves or is lost takes its rest with it, and so does the end of this run: {2}"
 )
 _ROUNDING = "at most the rounding of one {0}'s {1}"
+_OVERLAP = (
+    "While what a round came to travels, each worker takes {0} steps of the next one with its own weights (sync_delay, "
+    "--sync-delay). These are in no checkpoint and go with no hand-over: a worker that joins, and a run that resumes, begin a "
+    "round with the common weights"
+)
 _SPARSE = "with sparse messages that is what several rounds came to, and it is told how much"
 
 
@@ -51,6 +56,9 @@ class StarExchange(StepExchange[Replicas]):
         self._wire = BucketWire(replicas.master.layout, message_format(replicas.spec)[0])  # of the sums
         if not self._wire.is_exact:
             job.cluster.notice(_how_it_travels(replicas.spec))
+        rounds = replicas.spec.rounds
+        if rounds is not None and rounds.sync_delay:
+            job.cluster.notice(_OVERLAP.format(rounds.sync_delay))
         self._counted: dict[str, bool] = {}
         job.on(GradientBucket, self._on_bucket)
 

@@ -1,12 +1,14 @@
 """Two workers behind emulated home lines: step sync beside rounds of local steps, same model, tokens and seeds.
 
     python -m tests.benchmarks.home_link [--steps 90] [--every 30] [--width 96] [--cases step average average+int8 sparse auto]
+    ... --width 256 --layers 6 --batch 2 --steps 300 --every 60 --slow 0.2 --cases average average@50
 
 A byte-level GPT on the sources of Python's standard library; each worker is a process of its own behind a line of 20 Mbit/s up,
 100 Mbit/s down and 60 ms (`tests/support/relay.py`). Prints one JSON line for each case: seconds of the run, wire bytes of
 gradients and of all, the loss of the last steps and of a validation on files that were not trained on, which part of the
 run's time the workers computed, and what was told beforehand. A case is `step`, `auto`, which lets the run choose, or an outer
-method of local rounds, with `+` and a wire format; `alone` gives one worker of them all tokens.
+method of local rounds, with `+` and a wire format, with `@` and a `sync_delay`; `alone` gives one worker of them all tokens.
+`--slow` lets each step sleep so many seconds beside its computing, as on a slower device; `step_s` tells what a step took then.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from guava_nb import DistributedConfig, Orchestrator
 from tests.support.relay import Relay
 
 UP_BYTES_S, DOWN_BYTES_S, ROUND_TRIP_S = 20e6 / 8, 100e6 / 8, 0.06
-CONTEXT, BATCH = 96, 16
+CONTEXT = 96
 CELL = f"""
+import time
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -61,6 +65,8 @@ class ByteGPT(nn.Module):
 
 def language_step(model, batch):
     (x,) = batch
+    if model.training:
+        time.sleep(SLOW_S)
     return functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].long().flatten())
 """
 
@@ -79,13 +85,14 @@ def worker(code: str, name: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
 
-def case(orchestrator: Orchestrator, name: str, steps: int, every: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-    data = DataLoader(rows_of_text(steps * BATCH, 20), batch_size=BATCH, shuffle=True, generator=generator)
+def case(orchestrator: Orchestrator, name: str, args: argparse.Namespace) -> dict[str, Any]:
+    generator, steps, every = torch.Generator().manual_seed(1), args.steps, args.every
+    data = DataLoader(rows_of_text(steps * args.batch, 20), batch_size=args.batch, shuffle=True, generator=generator)
     options: dict[str, Any] = {"shares": [1, 0]} if name == "alone" else {}
-    way, _, wire = name.partition("+")
+    name_of_way, _, delay = name.partition("@")
+    way, _, wire = name_of_way.partition("+")
     if way in ("nesterov", "average", "sparse", "partial"):
-        options = {"sync": "local", "sync_every": every, "outer": way}
+        options = {"sync": "local", "sync_every": every, "outer": way, "sync_delay": int(delay or 0)}
     if name == "auto":
         options = {"sync": "auto"}
     run = orchestrator.start_training(
@@ -103,14 +110,28 @@ def case(orchestrator: Orchestrator, name: str, steps: int, every: int) -> dict[
         "parameters": sum(one.numel() for one in run.model().parameters()), "seconds": round(seconds, 1),
         "gradient_bytes": run.wire.gradient_bytes, "all_bytes": run.wire.out_bytes + run.wire.in_bytes,
         "train_loss": round(sum(one["loss"] for one in records) / len(records), 4),
-        "val_loss": round(report["val"]["loss"], 4), "busy": busy_share(run), "told": told,
+        "val_loss": round(report["val"]["loss"], 4), "busy": busy_share(run), "step_s": step_seconds(run, report["steps"]),
+        "told": told,
     }  # fmt: skip
+
+
+def phase_seconds(run: Any) -> list[dict[str, float]]:
+    """Seconds of each phase, of each worker."""
+    phases = [one["phases"] for one in run.energy if one.get("phases")]
+    return [{name: part["seconds"] for name, part in each.items()} for each in phases]
+
+
+def step_seconds(run: Any, steps: int) -> float:
+    """What a local step took at a worker, with what a round costs beside its steps."""
+    seconds = phase_seconds(run)
+    return round(
+        sum(each.get(name, 0.0) for each in seconds for name in ("forward", "backward")) / len(seconds) / steps, 3
+    )
 
 
 def busy_share(run: Any) -> float | None:
     """Which part of their time between the first and the last step the workers computed."""
-    phases = [one["phases"] for one in run.energy if one.get("phases")]
-    seconds = [{name: part["seconds"] for name, part in each.items()} for each in phases]
+    seconds = phase_seconds(run)
     total = sum(sum(each.values()) for each in seconds)
     idle = sum(each.get(name, 0.0) for each in seconds for name in ("waiting", "exchange"))
     return round(1 - idle / total, 3) if total else None
@@ -122,6 +143,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=30)
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument(
         "--cases", nargs="+", default=["step", "step+int8", "average", "average+int8", "nesterov", "sparse", "alone"]
     )
@@ -139,10 +162,10 @@ def main() -> None:
         ]
         try:
             orchestrator.wait_for_workers(timeout=120)
-            orchestrator.share(CELL, "gpt")
+            orchestrator.share(f"{CELL}\nSLOW_S = {args.slow}\n", "gpt")
             orchestrator.register_model("ByteGPT", {"width": args.width, "layers": args.layers})
             for name in args.cases:
-                print(json.dumps(case(orchestrator, name, args.steps, args.every)), flush=True)
+                print(json.dumps(case(orchestrator, name, args)), flush=True)
         finally:
             for process in processes:
                 process.terminate()

@@ -17,6 +17,7 @@ from guava_nb.protocol.messages import Factory, GradientBucket, Message, Ready, 
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.run import Run
 from tests.faults.test_star_faults import finish, start
+from tests.parity.test_forecast import Session
 from tests.support.direct import DirectWorker, make_cluster
 from tests.support.training import by_hand, dataset, difference, job_for, loader, losses_of, plan_for, spec
 
@@ -137,6 +138,24 @@ def test_a_cut_connection_resumed_changes_nothing(cluster: Cluster, kind: type[M
     assert seen[0] and len(run.history) == 3
     assert (run.lost_samples, run.duplicated_samples) == (0, 0)
     assert sum(record["samples"] for record in run.history) == 101
+
+
+def test_two_runs_that_go_on_from_a_checkpoint_come_to_the_same(tmp_path: Path) -> None:
+    """The checkpoint has the common weights, with which all workers begin then; no sample is lost or done twice."""
+    cluster, told = make_cluster(), list[str]()
+    cluster.notice = told.append  # type: ignore[method-assign, assignment]
+    session = Session(cluster, 2)
+    session.train(DELAYED, plan_for(loader(101, 16), 2, sync_every=EVERY, save_every_steps=3), tmp_path)
+    saved = min(tmp_path.glob("*.pt"), key=lambda path: int(path.stem.rpartition("-")[2]))
+    runs = [
+        session.train(DELAYED, plan_for(loader(101, 16), 2, sync_every=EVERY), tmp_path, begin=saved) for _ in range(2)
+    ]
+    models = [run.model() for run in runs]
+    cluster.close()
+    assert difference(*models) == 0
+    assert [(run.lost_samples, run.duplicated_samples) for run in runs] == [(0, 0)] * 2
+    assert runs[0].history[-1]["step"] == 3 + 14  # those of the checkpoint, and two epochs
+    assert "takes 2 steps of the next one with its own weights" in told[0]
 
 
 def test_workers_that_come_and_go_keep_replicas_alike_and_every_sample(cluster: Cluster) -> None:

@@ -74,6 +74,20 @@ def test_a_worker_killed_in_mid_step_changes_nothing(session: Session, pair: lis
     assert "signal 9" in notices(session)
 
 
+def test_a_worker_killed_in_a_delayed_round_costs_no_sample_and_is_told(session: Session, pair: list[Worker]) -> None:
+    victim = pair[1]
+    victim.trap("backward", 5)
+    run = session.train(loader(), detach=True, sync="local", sync_every=2, sync_delay=1)
+    victim.wait_trapped()
+    os.kill(victim.pid, signal.SIGKILL)
+    assert run.wait(60), run
+    run.result()
+    samples = len(loader().dataset)  # type: ignore[arg-type]
+    assert sum(record["samples"] for record in run.history) == 2 * samples
+    assert (run.lost_samples, run.duplicated_samples, run.generations) == (0, 0, 2)
+    assert "how far its own weights were from the common ones" in notices(session)
+
+
 @pytest.mark.parametrize(
     ("do", "printed", "told"),
     [

@@ -16,7 +16,7 @@ from tests.support.training import by_hand, difference, loader, losses_of, plain
 
 AVERAGE = RoundSpec("average", 1.0, 0.0)
 NESTEROV = RoundSpec("nesterov", 0.7, 0.9)
-SPARSE = RoundSpec("sparse", 1.0, 0.0)
+SPARSE, PARTIAL = RoundSpec("sparse", 1.0, 0.0), RoundSpec("partial", 1.0, 0.0)
 SGD = Factory("SGD", {"lr": 0.1})
 STEP_LR = Factory("StepLR", {"step_size": 3, "gamma": 0.5})
 
@@ -143,16 +143,26 @@ def test_sparse_rounds_of_all_elements_at_32_bits_are_the_average(cluster: Clust
 @pytest.mark.parametrize(
     ("workers", "every", "delay", "mixing", "shares", "batch"),
     [
+        (1, 3, 2, None, None, 16),
         (1, 3, 2, 0.5, None, 16),
-        (2, 3, 1, 0.5, None, 16),
+        (2, 3, 1, None, None, 16),
+        (2, 3, 2, 0.5, None, 16),
         (2, 3, 2, 0.0, None, 16),  # the last round of an epoch has one step
         (3, 4, 2, 0.7, None, 16),
-        (2, 2, 1, 0.3, (3, 1), 16),
-        (3, 5, 3, 0.5, None, 2),  # the third worker gets nothing
+        (3, 4, 3, None, None, 16),
+        (2, 2, 1, None, (3, 1), 16),
+        (3, 5, 3, None, None, 2),  # the third worker gets nothing
     ],
 )
-def test_delayed_rounds_equal_streaming_diloco_by_hand(
-    cluster: Cluster, outer: RoundSpec, workers: int, every: int, delay: int, mixing: float, shares: Any, batch: int
+def test_delayed_rounds_equal_delayed_averaging_and_streaming_diloco_by_hand(
+    cluster: Cluster,
+    outer: RoundSpec,
+    workers: int,
+    every: int,
+    delay: int,
+    mixing: float | None,
+    shares: Any,
+    batch: int,
 ) -> None:
     rounds = replace(outer, sync_delay=delay, mixing=mixing)
     run_spec = spec(rounds=rounds, scheduler=STEP_LR, max_grad_norm=0.5, hash_every_steps=1)
@@ -167,7 +177,14 @@ def test_delayed_rounds_equal_streaming_diloco_by_hand(
 
 @pytest.mark.parametrize(
     ("workers", "outer", "wire"),
-    [(2, NESTEROV, "int8"), (3, AVERAGE, "bf16"), (2, SPARSE, "fp32"), (3, SPARSE, "fp32")],
+    [
+        (2, NESTEROV, "int8"),
+        (3, AVERAGE, "bf16"),
+        (2, SPARSE, "fp32"),
+        (3, SPARSE, "fp32"),
+        (2, PARTIAL, "fp32"),
+        (3, PARTIAL, "fp32"),
+    ],
 )
 def test_delayed_rounds_of_short_messages_equal_loops_by_hand(
     cluster: Cluster, workers: int, outer: RoundSpec, wire: str

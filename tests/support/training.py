@@ -132,8 +132,9 @@ def by_hand(
     shares: Sequence[float] | None = None,
 ) -> tuple[torch.nn.Module, list[float]]:
     """The oracle: local SGD, DiLoCo or SparseLoCo as the papers have them, with nothing of ours but the initial weights, the
-    cut, and the rounding of single messages. With a delay as Streaming DiLoCo (arXiv 2501.18512, algorithm 2) with one fragment:
-    what was sent at the end of a round comes so many steps later, and is mixed into what each worker has then.
+    cut, and the rounding of single messages. With a delay what was sent at the end of a round comes so many steps later, and each
+    worker keeps what its steps came to meanwhile (DaSGD, arXiv 2006.00441), or a part of its weights (Streaming DiLoCo with one
+    fragment, arXiv 2501.18512, algorithm 2).
     """
     rounds = run_spec.rounds
     assert rounds is not None
@@ -148,14 +149,15 @@ def by_hand(
         model.parameters(), rounds.outer_lr, rounds.outer_momentum, nesterov=rounds.outer_momentum > 0
     )
     criterion, losses = torch.nn.CrossEntropyLoss(reduction="sum"), []
-    waiting: set[int] = set()  # the workers that have not mixed in the last outer step
+    waiting: dict[int, Any] = {}  # what those workers had sent that have not mixed in the last outer step
     for _ in range(epochs):
         batches = list(data)
         for start in range(0, len(batches), every):
             seen, total, taken = [0] * workers, 0.0, batches[start : start + every]
             for number, (x, y) in enumerate(taken):
                 if number == min(rounds.sync_delay, len(taken) - 1):
-                    mix(locals_, model, rounds.mixing, waiting)
+                    for k in mix(locals_, model, rounds.mixing, waiting):
+                        travelled.keep(k, locals_[k])
                 for k, (first, last) in enumerate(share_ranges(len(x), shares or [1.0] * workers)):
                     if last > first:
                         loss = criterion(locals_[k](x[first:last]), y[first:last])
@@ -180,20 +182,29 @@ def by_hand(
                     parameter.grad = torch.empty_like(parameter)
                 vector_to_parameters(travelled.sum_of(ways), [p.grad for p in reversed(list(model.parameters()))])  # type: ignore[misc]
             outer.step()
-            waiting = {k for k, n in enumerate(seen) if n and rounds.sync_delay and workers > 1}
-            for k in set(range(workers)) - waiting:
+            on_the_way = [k for k, n in enumerate(seen) if n and rounds.sync_delay and workers > 1]
+            waiting = {k: copy.deepcopy(locals_[k]) for k in on_the_way}
+            for k in set(range(workers)) - set(on_the_way):
                 locals_[k].load_state_dict(model.state_dict())
                 travelled.keep(k, locals_[k])
     return model, losses
 
 
 @torch.no_grad()
-def mix(locals_: Sequence[torch.nn.Module], model: torch.nn.Module, mixing: float, waiting: set[int]) -> None:
-    """Of the oracle: each worker that waits for the outer step keeps `mixing` of its own weights."""
-    for k in waiting:
-        for own, common in zip(locals_[k].parameters(), model.parameters(), strict=True):
-            own.copy_(mixing * own + (1 - mixing) * common)
+def mix(
+    locals_: Sequence[torch.nn.Module],
+    model: torch.nn.Module,
+    mixing: float | None,
+    waiting: dict[int, torch.nn.Module],
+) -> list[int]:
+    """Of the oracle: the outer step reaches the workers that wait for it; return which they were."""
+    for k, sent in waiting.items():
+        triples = zip(locals_[k].parameters(), sent.parameters(), model.parameters(), strict=True)
+        for own, before, common in triples:
+            own.copy_(common + (own - before) if mixing is None else mixing * own + (1 - mixing) * common)
+    reached = list(waiting)
     waiting.clear()
+    return reached
 
 
 class Messages:

@@ -139,7 +139,7 @@ class RoundSpec(msgspec.Struct, frozen=True, array_like=True):
         bits: of each of them.
         decay: of "sparse": how much of what a message left out counts in the next one.
         sync_delay: local steps of the next round that are taken before the common weights of this one are mixed in.
-        mixing: how much of its own weights a worker keeps then.
+        mixing: how much of its own weights a worker keeps then; None: what its steps came to since its message.
     """
 
     outer: str = "nesterov"
@@ -150,7 +150,7 @@ class RoundSpec(msgspec.Struct, frozen=True, array_like=True):
     bits: int = 2
     decay: float = 0.95
     sync_delay: int = 0
-    mixing: float = 0.5
+    mixing: float | None = None
 
 
 class DataSpec(msgspec.Struct, frozen=True, array_like=True):

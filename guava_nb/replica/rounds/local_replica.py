@@ -6,8 +6,9 @@ round's start less those at its end, weighted by samples. Applying the sum of th
 arXiv 1805.09767; DiLoCo, Douillard et al. 2023, arXiv 2311.08105). Until then everything here stands as at the round's start.
 
 With `sync_delay` the next round begins where this one ended here, and after so many steps the common weights are mixed in
-(Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512, of one fragment). So these steps need nothing that is still on its
-way, and `begin_early` may take them meanwhile; when they are taken changes no number.
+(delayed averaging, Zhou et al. 2020, arXiv 2006.00441; with `mixing` Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512,
+of one fragment). So these steps need nothing that is still on its way, and `begin_early` may take them meanwhile; when they are
+taken changes no number.
 
 With `partial` messages have the largest elements of the pseudo-gradient only, and a round begins with the common weights plus
 what messages left out so far of this worker's own way. Such a message is not weighted by samples: what all get of an element is
@@ -128,7 +129,7 @@ class LocalReplica(Replica):
         changes: dict[int, tuple[bytes, Tensor]] = {}
         try:
             begun = self._begun(common)
-            early, first = self._come_to_mixing(work, early, common, saved)
+            early, first = self._come_to_mixing(work, early, begun, saved)
             results = [] if early is None else early.results
             result = _together([*results, *self._take_steps(work, first, work.num_steps, self.steps)], work)
             after = self._round_end(work, goes_on=self._delay > 0 and on_bucket is not None)
@@ -217,10 +218,10 @@ class LocalReplica(Replica):
         return early if early.asked == _asked(work) and early.begun_at is self._away else None
 
     def _come_to_mixing(
-        self, work: ShardWork, early: _Early | None, common: Mapping[str, Tensor], saved: list[Tensor]
+        self, work: ShardWork, early: _Early | None, begun: Mapping[str, Tensor], saved: list[Tensor]
     ) -> tuple[_Early | None, int]:
-        """Take the first steps where they were not taken, and mix the common weights in; return them and how many they are."""
-        if self._away is None:  # the round begins with the common weights
+        """Take the first steps where they were not taken, and mix in what the round begins with; return them and their number."""
+        if self._away is None:  # nothing was done before
             return None, 0
         if early is None:
             early = self._first_steps(work, self._away, self.steps)
@@ -228,8 +229,8 @@ class LocalReplica(Replica):
             self._put_inner(early.inner)
         own = self._named if early.weights is None else early.weights
         with torch.no_grad():
-            for name in self._away.weights or ():
-                self._named[name].copy_(mixed(own[name], common[name], self._mixing))
+            for name, sent in (self._away.weights or {}).items():
+                self._named[name].copy_(mixed(own[name], sent, begun[name], self._mixing))
         self._buffers.reopen(saved)
         self._buffers.write_committed()
         if early.moved is not None:

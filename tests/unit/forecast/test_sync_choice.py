@@ -172,3 +172,13 @@ def test_the_table_has_bytes_and_time_of_each_way_and_only_bytes_where_no_worker
     assert rows[-1] == ("local, rounds of 60 steps (chosen)", "2.5 GB", "13.6 min", "another algorithm")
     unknown = choose_sync(WORK, [WorkerPace("worker 1"), WorkerPace("worker 2")]).rows()
     assert [row[2] for row in unknown] == ["-"] * 6 and unknown[1][1] == "120.5 GB"
+
+
+def test_of_an_exchange_only_what_the_steps_of_a_delay_do_not_cover_is_waited_for() -> None:
+    """10 MB take 4 s up and, of three buckets, 0.27 s more down, beside rounds of 30 steps of 0.2 s."""
+    exchange_s = 4 + 0.8 / 3 + 0.06
+    for delay, waited_s in ((0, exchange_s), (10, exchange_s - 2.0), (29, 0.0), (99, 0.0)):
+        (way,) = [way for way in choose_sync(replace(WORK, sync_delay=delay), home(), asked=30).ways if way.every == 30]
+        assert way.seconds == pytest.approx(0.2 + waited_s / 30)
+    step = [choose_sync(replace(WORK, sync_delay=d), home(), asked=30).ways[1] for d in (0, 29)]
+    assert step[0] == step[1]  # with an exchange in every step there is nothing to go on with

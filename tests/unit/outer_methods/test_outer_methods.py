@@ -201,9 +201,10 @@ def test_a_mean_of_nothing_is_refused() -> None:
             weighted_mean(given)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
-def test_weights_are_mixed_as_they_are_weighed(dtype: torch.dtype) -> None:
-    own, common = torch.tensor([1.0, -2.0]).to(dtype), torch.tensor([3.0, 6.0]).to(dtype)
-    assert torch.equal(mixed(own, common, 0.0), common)
-    assert torch.equal(mixed(own, common, 0.25), torch.tensor([2.5, 4.0]).to(dtype))
-    assert mixed(own, common, 0.5).dtype == dtype and own[0] == 1
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_weights_are_mixed_as_they_are_weighed_or_keep_the_steps_since(dtype: torch.dtype) -> None:
+    own, sent, common = (torch.tensor(values).to(dtype) for values in ([1.0, -2.0], [0.5, -1.0], [3.0, 6.0]))
+    assert torch.equal(mixed(own, sent, common, 0.0), common)
+    assert torch.equal(mixed(own, sent, common, 0.25), torch.tensor([2.5, 4.0]).to(dtype))
+    assert torch.equal(mixed(own, sent, common), torch.tensor([3.5, 5.0]).to(dtype))
+    assert mixed(own, sent, common).dtype == mixed(own, sent, common, 0.5).dtype == dtype and own[0] == 1

@@ -49,5 +49,5 @@ def test_what_was_not_given_is_filled_in() -> None:
         "sync_every": 30, "outer": "average", "outer_lr": 1.0, "outer_momentum": 0.0, "sync_delay": 0
     }  # fmt: skip
     settled = TrainingOptions(sync="local", outer="nesterov", sync_delay=4).settled(DistributedConfig(num_workers=1))
-    assert (settled.sync_every, settled.sync_delay, settled.mixing, settled.outer_momentum) == (30, 4, 0.5, 0.9)
+    assert (settled.sync_every, settled.sync_delay, settled.mixing, settled.outer_momentum) == (30, 4, None, 0.9)
     assert TrainingOptions(sync="local", sync_delay=4, mixing=0.0).settled(DistributedConfig(num_workers=1)).mixing == 0

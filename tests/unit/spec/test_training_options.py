@@ -294,7 +294,7 @@ def test_local_sync_fills_in_its_rounds_and_step_sync_has_none() -> None:
         ({"sync": "step", "outer": "average"}, "outer has no effect without sync='local'"),
         ({"sync": "local", "outer": "average", "outer_momentum": 0.5}, "an average has none"),
         ({"sync": "local", "outer": "partial", "outer_momentum": 0.5}, "nor has partial"),
-        ({"sync": "local", "outer": "partial", "sync_delay": 2}, "leave sync_delay at 0, or take outer='nesterov'"),
+        ({"sync": "local", "outer": "partial", "sync_delay": 2, "mixing": 0.5}, "mixing out"),
         ({"sync": "local", "outer": "partial", "wire": "int8"}, "outer='partial' has a format of its own"),
         ({"sync": "local", "outer_momentum": 1.0}, "below 1"),
         ({"sync": "local", "outer": "sparse", "outer_momentum": 0.9}, "sparse has its error feedback instead"),
