@@ -235,16 +235,15 @@ def _loaded(run: RunStatus) -> list[tuple[str, str]]:
 
 
 def _at_risk(run: RunStatus) -> list[tuple[str, str]]:
-    """What would be done again if the workers that alone hold the state vanished now."""
-    if not run.at_risk_steps or run.at_risk_s is None or run.state not in _AT_WORK:
-        return []
-    steps = f"{run.at_risk_steps} step{'s' if run.at_risk_steps > 1 else ''}"
-    return [
-        (
-            "at risk",
-            f"{steps}, {show_seconds(round(run.at_risk_s))} of work, if the state were lost with its workers now",
-        )
-    ]
+    """What would be done again if the workers' processes were killed now, or their disks lost; and what it goes on from."""
+    rows = [("weights", run.approximate)] if run.approximate else []
+    if run.state not in _AT_WORK:
+        return rows
+    if run.at_risk_s is None or run.at_risk_killed_s is None:
+        return [*rows, ("at risk", "0 s of work: the state is not with one worker alone")]
+    killed, vanished = show_seconds(round(run.at_risk_killed_s)), show_seconds(round(run.at_risk_s))
+    text = f"{killed} of work ({run.at_risk_killed_steps} steps) if the process that has the state were killed now"
+    return [*rows, ("at risk", f"{text}, {vanished} ({run.at_risk_steps} steps) if its disk were lost, too")]
 
 
 def _energy(run: RunStatus) -> list[tuple[str, str]]:

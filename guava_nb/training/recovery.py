@@ -12,7 +12,7 @@ from guava_nb.training.boundary import Boundary
 from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.byte_budget import BudgetSpent
 from guava_nb.training.membership import Membership
-from guava_nb.training.plan import TrainingPlan
+from guava_nb.training.plan import Snapshot, TrainingPlan
 from guava_nb.training.run import Run
 from guava_nb.training.step_accounting import StepAccounting
 from guava_nb.training.step_window import StepWindow
@@ -63,14 +63,15 @@ class Recovery:
             WorkerLost: too few workers came in time.
             BudgetSpent: another start has no room.
         """
+        may_return = self.membership.formed  # also when another one is lost meanwhile
         while True:
             try:
-                self._start_over(cause)
+                self._start_over(cause, may_return)
                 return
             except (NobodyLeft, GroupLost, Handover) as lost:
                 cause = lost
 
-    def _start_over(self, cause: Exception) -> None:
+    def _start_over(self, cause: Exception, may_return: bool) -> None:
         """The members cannot go on: wait for workers, and start over from what can be saved of the state.
 
         Where a group broke and all of its last committed state is still there, that is taken; else the run goes back to the
@@ -85,7 +86,7 @@ class Recovery:
         elif isinstance(cause, Handover):
             self._take_over()
         self._let_go()
-        returns = isinstance(cause, NobodyLeft) and self.membership.formed
+        returns = isinstance(cause, NobodyLeft) and may_return
         self.window.exchange.give_up(but_solo=returns)
         self._tell_wait()
         self.budget_gate.afford_start_over()
@@ -102,10 +103,10 @@ class Recovery:
         if replica_set.spec.optimizer_site != "workers" or replica_set.spec.parallel is not None:
             return False
         before = replica_set.step
-        self.membership.prepare_returned()
+        self.membership.prepare_returned(self.boundary.snapshots.there.on_disk())
         holders = replica_set.returned(self.job)
         if not holders:
-            return False
+            return self._goes_on_from_disk()
         self.membership.formed = True
         self.window.exchange.give_up()
         self.accounting.go_on_here()
@@ -116,14 +117,61 @@ class Recovery:
         )
         return True
 
-    def go_back(self, tell: bool = True) -> None:
-        """Go back to the snapshot with state, data and history; before members get it, since they may be lost meanwhile."""
-        snapshot = self.accounting.snapshot
-        if tell and (lost := self.run.since(snapshot.step + 1 - self.accounting.first_step))[0]:
-            self.membership.cluster.notice(
-                f"{_lost_text(*lost)} are lost with the workers that had them and are done again: the run goes on from the state "
-                f"after {self._replica_set.nth(snapshot.step)}"
+    def _goes_on_from_disk(self) -> bool:
+        """Whether a worker has read a state of the run from its disk: then the run goes on there, and nothing is sent."""
+        replica_set, snapshots = self._replica_set, self.boundary.snapshots
+        found = replica_set.on_disk.best(self.membership.fit)
+        replica_set.on_disk.look_for(())
+        if found is None:
+            return False
+        state, ranks = found
+        kept = snapshots.there.kept(state)
+        names = " and ".join(map(self.membership.cluster.name, ranks))
+        self._tell_lost(
+            kept.snapshot, f"{names} read the state after {replica_set.nth(state.step)} from its disk", "disk"
+        )
+        self.accounting.go_back(kept.snapshot)
+        self.boundary.due.clear()
+        replica_set.stand_at(state, ranks)
+        snapshots.forget(kept)
+        self.membership.formed = True
+        self.window.exchange.give_up()
+        return True
+
+    def _tell_lost(self, snapshot: Snapshot, then: str, source: str) -> None:
+        """Tell and note how much work is done again."""
+        steps, seconds = self.run.since(snapshot.step + 1 - self.accounting.first_step)
+        if steps or source != "snapshot":
+            self.run.losses.append(
+                {"steps": steps, "seconds": round(seconds, 3), "after": snapshot.step + 1, "from": source}
             )
+            what = (
+                f"{_lost_text(steps, seconds)} are lost with the workers that had them and are done again: "
+                if steps
+                else ""
+            )
+            self.membership.cluster.notice(f"{what}{then}")
+
+    def go_back(self, tell: bool = True) -> None:
+        """Go back to the snapshot with state, data and history; before members get it, since they may be lost meanwhile.
+
+        Where approximate weights are newer, the run goes back to these, and says so.
+        """
+        newest, source = self.boundary.snapshots.there.newest(), "snapshot"
+        then = "the run goes on from the state after "
+        if newest is not None:
+            snapshot, left_out = newest
+            self.accounting.keep_snapshot(snapshot)
+            source, tell = "approximate weights", True
+            self.run.approximate = (
+                f"the run goes on from approximate weights after {self._replica_set.nth(snapshot.step)}, because the exact ones "
+                f"were lost with the disk that had them: their last difference left out {left_out:.0%} of the way since the one "
+                "before, and the optimizer begins with the state of the last exact ones"
+            )
+            then = f"{self.run.approximate}. It goes on from the state after "
+        snapshot = self.accounting.snapshot
+        if tell:
+            self._tell_lost(snapshot, f"{then}{self._replica_set.nth(snapshot.step)}", source)
         self.boundary.snapshots.forget()
         self.run.move("preparing", f"the run goes on from the state after {self._replica_set.nth(snapshot.step)}")
         self.accounting.go_back()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -100,6 +101,7 @@ class DirectWorker:
         name: str,
         hook: Callable[[DirectWorker, Message], None] = lambda worker, message: None,
         own_model: torch.nn.Module | None = None,
+        states: Path | None = None,
     ) -> None:
         self.identity = name.encode()
         self.name = name
@@ -112,7 +114,7 @@ class DirectWorker:
         self._kept: list[MessageArrived] = []
         _OF.setdefault(cluster, []).append(self)
         own = None if own_model is None else ResidentParts(own_model)
-        self.loop = WorkerLoop(self._send, torch.device("cpu"), own)
+        self.loop = WorkerLoop(self._send, torch.device("cpu"), own, states=states)
         steps, preparation = self.loop._steps, self.loop._preparation
         run_shard = steps._run_shard
 
