@@ -195,6 +195,7 @@ class Recovery:
         self.membership.cluster.notice(
             f"the error left no whole state of {replica_set.unit} {lost} anywhere: the session holds that of "
             f"{replica_set.nth(self.accounting.snapshot.step)}, the last snapshot (snapshot_every_steps takes more of them)"
+            + (f". {self.run.approximate}" if self.run.approximate else "")
         )
 
     def _rescued(self) -> bool:
@@ -261,7 +262,7 @@ class Recovery:
             self.run.move(
                 "waiting",
                 f"too few workers are left; waiting {self.plan.rejoin_timeout_s:g} s for {what}, and then the run goes on by "
-                f"itself from {self._replica_set.nth(self.accounting.snapshot.step)}: %guava_worker with the join code "
+                f"itself from {self.boundary.snapshots.there.way_on()}: %guava_worker with the join code "
                 "elsewhere does it. To start one here while this cell is busy, or to see the code: interrupt, then %guava_up "
                 "--local 1 (--show-code), and train again",
                 self.plan.rejoin_timeout_s,
@@ -281,8 +282,8 @@ class Recovery:
         gone = "; ".join(f"{m.name}: {m.detail}" for m in self.membership.cluster.members() if not m.alive)
         least, few = self._replica_set.least, len(self.membership.fit)
         who = f"{least} workers are needed, {few} left, and too few" if few else "all workers are gone and none"
-        snapshot = self.accounting.snapshot
-        here = snapshot.kept.loss or f"The state of {self._replica_set.nth(snapshot.step)} is here"
+        way_on = self.boundary.snapshots.there.way_on()
+        here = self.accounting.snapshot.kept.loss or f"The state of {way_on} is here"
         return WorkerLost(
             f"{who} joined within {self.plan.rejoin_timeout_s:g} s ({gone}). {here}: run %guava_worker with the join code on a "
             "machine and train again"

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import psutil
+
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.line_rate import begin_measuring
 from guava_nb.config.units import show_bytes
@@ -73,6 +75,7 @@ class SnapshotsAtWorker:
         self._lines: dict[int, Callable[[], float | None]] = {}
         self._exact_bytes = 0
         self._refused = ""
+        self._has_room = True  # in memory, here and there, for a copy of the weights
         self.forget()
 
     def forget(self, but: Kept | None = None) -> None:
@@ -120,11 +123,14 @@ class SnapshotsAtWorker:
         """Whether the worker shall hold the weights of now as the base of differences: they are exact here."""
         replica_set = self._replica_set
         is_here = replica_set.master_step == replica_set.step
-        return is_here and (self.approximate is None or self._is_base_lost) and self.is_chosen()
+        return is_here and self._has_room and (self.approximate is None or self._is_base_lost) and self.is_chosen()
 
     def set_base(self) -> None:
         """Have the worker hold the weights of now, which are here too, with no step in flight."""
         if not self.wants_base():  # steps were in flight
+            return
+        self._has_room = 2 * self._replica_set.master.weights_bytes < psutil.virtual_memory().available / 2
+        if not self._has_room:
             return
         number = _number()
         copy = self._replica_set.ask_for_copy(self._job, SaveState(base=number), whole=False)
@@ -134,8 +140,8 @@ class SnapshotsAtWorker:
         self._job.pump(lambda: copy.is_over(lambda rank: rank not in here), _BASE_S)
         if copy.is_whole and copy.saved is not None and copy.saved.held == 0:
             self._hold(number, self._replica_set.master.state())
-        elif copy.is_over(lambda rank: False):
-            self._refuse("it could not copy its weights")
+        elif copy.is_over(lambda rank: False):  # it has no room; the exact ones come here from time to time
+            self._has_room = False
 
     def _hold(self, number: int, state: dict[str, object]) -> None:
         self.approximate = ApproximateState(number, state, self._replica_set.master.model)
@@ -150,7 +156,7 @@ class SnapshotsAtWorker:
         held = self.approximate
         if held is None or self._is_base_lost:  # an exact one is needed, after one more on the disk
             whole, self._exact_next = self._exact_next, True
-            return SaveState(number, known, base=number if whole else 0), whole
+            return SaveState(number, known, base=number if whole and self._has_room else 0), whole
         steps = self._replica_set.step - self._sent_step
         count = difference_count(held.learned_elements, steps, self._clock() - self._sent_at)
         return SaveState(number, known, held.number, held.count, count), False
@@ -228,6 +234,13 @@ class SnapshotsAtWorker:
     def kept(self, state: StateOnDisk) -> Kept:
         """Return where the run stands with a state of `on_disk`."""
         return next(one for one in (self._asked, self._known) if one is not None and one.state == state)
+
+    def way_on(self) -> str:
+        """Say from where the run goes on with a worker that has nothing of it, and with one on the machine that was lost."""
+        nth, snapshot, states = self._replica_set.nth, self._accounting.snapshot, self.on_disk()
+        is_near = self.at is not None and self.at.step > snapshot.step
+        here = f"approximate weights after {nth(self.at.step)}" if is_near and self.at is not None else nth(snapshot.step)
+        return here + (f" (on the machine that was lost exactly, from {nth(states[-1].step)} or later)" if states else "")
 
     def newest(self) -> tuple[Snapshot, float] | None:
         """Return approximate weights as a snapshot, and what their last difference left out; None: what is here is as new."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import psutil
 from torch import Tensor
 
 from guava_nb.data.codec import pack, unpack
@@ -117,6 +118,8 @@ class StateKeeper:
         if not order.base:
             return -1
         if order.held < 0:
+            if 2 * sum(one.nbytes for one in model.values()) > psutil.virtual_memory().available / 2:
+                return -1
             self._base, self._held = order.base, HeldTensors(model, learned)
             return 0
         is_here = self._base == order.base and self._held is not None and self._held.settle(order.held)
