@@ -96,7 +96,7 @@ def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: 
         ("loss", _loss_path(run)),
     ]
     facts += [("validation", _validation(run.val[-1]))] if run.val else []
-    facts += [("wire", _wire(run)), *_budget(run), *_path(run), *_batch(run), *_energy(run)]
+    facts += [("wire", _wire(run)), *_budget(run), *_path(run), *_batch(run), *_at_risk(run), *_energy(run)]
     there = _taking_part(workers)
     tables = (Table((), tuple(facts)), epoch_table(run.epochs[-_EPOCHS_AT_THE_END:]), workers_at_the_end(there))
     told = notices if run.state == "failed" else _notes(run, notices)  # the error itself comes after the summary
@@ -241,9 +241,12 @@ def _at_risk(run: RunStatus) -> list[tuple[str, str]]:
         return rows
     if run.at_risk_s is None or run.at_risk_killed_s is None:
         return [*rows, ("at risk", "0 s of work: the state is not with one worker alone")]
-    killed, vanished = show_seconds(round(run.at_risk_killed_s)), show_seconds(round(run.at_risk_s))
-    text = f"{killed} of work ({run.at_risk_killed_steps} steps) if the process that has the state were killed now"
-    return [*rows, ("at risk", f"{text}, {vanished} ({run.at_risk_steps} steps) if its disk were lost, too")]
+    killed, vanished = (
+        f"{show_seconds(round(seconds))} of work ({steps} step{'' if steps == 1 else 's'})"
+        for seconds, steps in ((run.at_risk_killed_s, run.at_risk_killed_steps), (run.at_risk_s, run.at_risk_steps))
+    )
+    text = f"{killed} if the process that has the state were killed now, {vanished} if its disk were lost, too"
+    return [*rows, ("at risk", text)]
 
 
 def _energy(run: RunStatus) -> list[tuple[str, str]]:

@@ -215,9 +215,10 @@ class WorkerSession:
             self._on_stuck(reason)
 
     def _to_its_end(self) -> str:
-        """Work until the session ends as its two sides want it; then no state of it is needed on this disk any more."""
+        """Work until the session ends; where the orchestrator ended it, no state of it is needed on this disk any more."""
         reason = self._work_on()
-        self.loop.keeper.close(remove=True)
+        by_peer = self._closed is not None and self._closed[1]
+        self.loop.keeper.close(remove=by_peer)
         return reason
 
     def _work_on(self) -> str:

@@ -226,6 +226,7 @@ def end_workers(cluster: Cluster) -> None:
         if worker.thread.is_alive():
             worker.thread.join(10.0)
             assert not worker.thread.is_alive(), f"{worker.name} works on after the end of its cluster"
+        worker.loop.keeper.close()
 
 
 def make_cluster() -> Cluster:
