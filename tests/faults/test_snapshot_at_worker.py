@@ -189,3 +189,26 @@ def test_a_worker_that_cannot_write_is_told_once_and_snapshots_come_here(
     assert job.run.wait(90) and job.run.state == "done", job.run.error
     assert sum("keeps no snapshots on its disk" in text for text in told) == 1
     assert any(isinstance(message, State) and message.saved is None for message in sent)
+
+
+def test_by_itself_a_thin_line_keeps_them_there_and_a_fast_one_brings_them_here(
+    cluster: Cluster, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "AT_ONCE_BYTES", 0)
+    for number, rate in enumerate((1.0, 1e9)):  # of a line that nobody has measured
+        monkeypatch.setattr(snapshots_at_worker, "_ASSUMED_BYTES_S", rate)
+        sent: list[State] = []
+
+        def note(worker: DirectWorker, message: Any, sent: list[State] = sent) -> None:
+            if isinstance(message, State):
+                sent.append(message)
+
+        worker = DirectWorker(cluster, f"w{number}", note, states=tmp_path).start()
+        cluster.wait_for(1, 10)
+        job = job_for(cluster, spec(), plan_for(loader(104, batch_size=4), EPOCHS), f"run-{number}")
+        job.start()
+        assert job.run.wait(90) and job.run.state == "done", job.run.error
+        on_disk = [message.saved is not None for message in sent[:-1]]  # the last one is the state of the end
+        assert on_disk and all(on_disk) is (number == 0) and any(on_disk) is (number == 0)
+        assert sum("on its own disk" in text for text in told) == 1
+        worker.die()

@@ -75,6 +75,7 @@ class SnapshotsAtWorker:
         self._lines: dict[int, Callable[[], float | None]] = {}
         self._exact_bytes = 0
         self._refused = ""
+        self._has_told = False
         self._has_room = True  # in memory, here and there, for a copy of the weights
         self.forget()
 
@@ -152,6 +153,7 @@ class SnapshotsAtWorker:
 
     def order(self) -> tuple[SaveState, bool]:
         """Return what the worker shall do with the state of the last committed step, and whether that comes here too."""
+        self._tell()
         number, known = _number(), 0 if self._known is None else self._known.state.number
         held = self.approximate
         if held is None or self._is_base_lost:  # an exact one is needed, after one more on the disk
@@ -160,6 +162,18 @@ class SnapshotsAtWorker:
         steps = self._replica_set.step - self._sent_step
         count = difference_count(held.learned_elements, steps, self._clock() - self._sent_at)
         return SaveState(number, known, held.number, held.count, count), False
+
+    def _tell(self) -> None:
+        """Tell once that the snapshots stay there, where the user has not chosen it."""
+        if self.is_forced or self._has_told:
+            return
+        self._has_told, nbytes = True, self._exact_bytes or 3 * self._replica_set.master.weights_bytes
+        names = " and ".join(map(self._job.cluster.name, sorted(self._replica_set.at)))
+        self._job.cluster.notice(
+            f"{names} keeps the run's snapshots on its own disk, since one takes {show_bytes(nbytes)} and its line is thin: "
+            "another process of that machine goes on from there exactly, and without the disk the run goes on from approximate "
+            "weights (snapshot_place='orchestrator' brings each one here)"
+        )
 
     def asked(self, copy: StateCopy, snapshot: Snapshot) -> None:
         """Note what was asked for: from now on it may lie there, whether or not the answer comes."""
