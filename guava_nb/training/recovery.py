@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from guava_nb.cluster.job import Job, NobodyLeft, StopRequested
 from guava_nb.errors import WorkerLost
 from guava_nb.sync.replica_set import GroupLost
+from guava_nb.sync.states_on_disk import StateOnDisk
 from guava_nb.training.boundary import Boundary
 from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.byte_budget import BudgetSpent
@@ -104,9 +106,10 @@ class Recovery:
             return False
         before = replica_set.step
         self.membership.prepare_returned(self.boundary.snapshots.there.on_disk())
-        holders = replica_set.returned(self.job)
+        holders, read = replica_set.returned(self.job), replica_set.on_disk.best(self.membership.fit)
+        replica_set.on_disk.look_for(())
         if not holders:
-            return self._goes_on_from_disk()
+            return read is not None and self._goes_on_from_disk(*read)
         self.membership.formed = True
         self.window.exchange.give_up()
         self.accounting.go_on_here()
@@ -117,14 +120,9 @@ class Recovery:
         )
         return True
 
-    def _goes_on_from_disk(self) -> bool:
-        """Whether a worker has read a state of the run from its disk: then the run goes on there, and nothing is sent."""
+    def _goes_on_from_disk(self, state: StateOnDisk, ranks: Sequence[int]) -> bool:
+        """Go on from a state that workers have read from their disks: nothing is sent."""
         replica_set, snapshots = self._replica_set, self.boundary.snapshots
-        found = replica_set.on_disk.best(self.membership.fit)
-        replica_set.on_disk.look_for(())
-        if found is None:
-            return False
-        state, ranks = found
         kept = snapshots.there.kept(state)
         names = " and ".join(map(self.membership.cluster.name, ranks))
         self._tell_lost(

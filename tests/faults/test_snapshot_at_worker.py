@@ -127,6 +127,28 @@ def test_after_a_kill_the_run_goes_on_from_the_disk_exactly_and_no_state_is_sent
     undisturbed.close()
 
 
+def test_a_state_that_was_written_counts_though_its_worker_died_before_it_said_so(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    died_with: list[int] = []
+
+    def hook(worker: DirectWorker, message: Any) -> None:
+        if isinstance(message, State) and message.saved is not None and message.step > 20 and not died_with:
+            died_with.append(message.step)
+            worker.die()
+            DirectWorker(cluster, "w1", states=tmp_path).start()
+
+    DirectWorker(cluster, "w0", hook, states=tmp_path).start()
+    cluster.wait_for(1, 10)
+    job = job_for(cluster, spec(), plan_for(loader(104, batch_size=4), EPOCHS, snapshot_place="worker"))
+    job.start()
+    assert job.run.wait(90) and job.run.state == "done", job.run.error
+    [loss] = job.run.losses
+    assert (loss["from"], loss["after"]) == ("disk", died_with[0] + 1)
+    expected, _ = plain(spec(), loader(104, batch_size=4), EPOCHS)
+    assert difference(job.run.model(), expected) <= 1e-9
+
+
 def no_disk(folder: Path) -> Path:
     return folder.with_name("another machine")
 
