@@ -362,7 +362,11 @@ class WorkerLoop:
             self._run = run = replace(before, run_id=message.run_id)
             (self._steps.come_back if comes_back else self._steps.go_on)(run, message.generation)
             self._reader.open(run.run_id, run.spec.cache)
-            self._send(self._preparation.built(message, run, stands_at, self._ticks.done), ())
+            answer = self._preparation.built(message, run, stands_at, self._ticks.done)
+            is_behind = (
+                comes_back and stands_at < message.after_step
+            )  # built for a state that never came, or missed steps
+            self._send(self._from_disk(run, message, answer) if is_behind else answer, ())
             return
         self._forget()
         self._show("preparing")
@@ -373,21 +377,22 @@ class WorkerLoop:
             return
         self._run, self._ticks = run, ScheduleTicks()
         self._reader.open(run.run_id, run.spec.cache)
-        self._send(self._begin(run, message), ())
+        self._steps.begin(run, message.generation)
+        self._send(self._from_disk(run, message, self._preparation.built(message, run)), ())
         self._show("ready")
 
-    def _begin(self, run: PreparedRun, message: Prepare) -> Prepared:
-        """Begin a run that was built, from a state on the disk where one is asked for and there; returns the answer."""
-        answer = self._preparation.built(message, run)
+    def _from_disk(self, run: PreparedRun, message: Prepare, answer: Prepared) -> Prepared:
+        """Go on with a state of the run that lies on the disk, where one is asked for and there; returns the answer then."""
         found = self.keeper.find(run, message.saved)
         if found is None:
-            self._steps.begin(run, message.generation)
             return answer
         step, ticks = found.record.step, found.record.ticks
         run.replica.load_state(found.state)  # of the same code and options, so it fits
         self._ticks = ScheduleTicks(ticks)
         self._steps.begin(run, message.generation, step)
-        return msgspec.structs.replace(answer, saved=found.record.number, digest=found.digest, step=step, ticks=ticks)
+        return msgspec.structs.replace(
+            answer, holds=False, saved=found.record.number, digest=found.digest, step=step, ticks=ticks
+        )
 
     def _release_own(self) -> None:
         """Give the user's model back as of the last commit, without our hooks."""

@@ -149,6 +149,34 @@ def test_a_state_that_was_written_counts_though_its_worker_died_before_it_said_s
     assert difference(job.run.model(), expected) <= 1e-9
 
 
+def test_a_newcomer_that_had_built_the_run_before_the_loss_reads_the_state_too(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The state that it should get dies with the worker that has it."""
+
+    def hook(worker: DirectWorker, message: Any) -> None:
+        if isinstance(message, StepApplied) and message.step == KILLED_AFTER:
+            DirectWorker(cluster, "w1", states=tmp_path).start()
+
+    first = DirectWorker(cluster, "w0", hook, states=tmp_path)
+    take = first.take
+
+    def taken(message: Any, payload: memoryview) -> None:
+        if isinstance(message, FetchState) and message.save is None:
+            first.die()
+        take(message, payload)
+
+    first.take = taken  # type: ignore[method-assign]
+    first.start()
+    cluster.wait_for(1, 10)
+    job = job_for(cluster, spec(), plan_for(loader(104, batch_size=4), 2 * EPOCHS, snapshot_place="worker"))
+    job.start()
+    assert job.run.wait(90) and job.run.state == "done", job.run.error
+    assert first.dead and [loss["from"] for loss in job.run.losses] == ["disk"]
+    expected, _ = plain(spec(), loader(104, batch_size=4), 2 * EPOCHS)
+    assert difference(job.run.model(), expected) <= 1e-9
+
+
 def no_disk(folder: Path) -> Path:
     return folder.with_name("another machine")
 

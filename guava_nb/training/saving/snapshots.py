@@ -91,7 +91,7 @@ class Snapshots:
         """Ask for the state of the last committed step, with none in flight."""
         if self._coming is not None:
             return
-        save, whole = self.there.order() if self.there.is_chosen() else (None, True)
+        save, whole = self.there.order(self._period_s) if self.there.is_chosen() else (None, True)
         copy = self._replica_set.ask_for_copy(self._job, save, whole)
         if copy is None:
             return

@@ -40,7 +40,13 @@ _BASE_S = 120.0
 
 
 def difference_count(elements: int, steps: int, seconds: float) -> int:
-    """Return how many of each 4,096 elements a difference sends that many steps and seconds after the last one; 0: none yet."""
+    """Return how many of each 4,096 elements a difference sends that many steps after the last one; 0: it waits for the next.
+
+    Args:
+        elements: that learn.
+        steps: since the last one.
+        seconds: from the last one to the next.
+    """
     count = largest_count(elements, _BYTES_A_STEP * elements * steps, _MOST)
     return count if count >= _WORTH or seconds >= _LONGEST_S else 0
 
@@ -151,8 +157,12 @@ class SnapshotsAtWorker:
 
     # ---------------------------------------------------------------------------------------------------- ask and take
 
-    def order(self) -> tuple[SaveState, bool]:
-        """Return what the worker shall do with the state of the last committed step, and whether that comes here too."""
+    def order(self, period_s: float) -> tuple[SaveState, bool]:
+        """Return what the worker shall do with the state of the last committed step, and whether that comes here too.
+
+        Args:
+            period_s: until the next one.
+        """
         self._tell()
         number, known = _number(), 0 if self._known is None else self._known.state.number
         held = self.approximate
@@ -160,7 +170,7 @@ class SnapshotsAtWorker:
             whole, self._exact_next = self._exact_next, True
             return SaveState(number, known, base=number if whole and self._has_room else 0), whole
         steps = self._replica_set.step - self._sent_step
-        count = difference_count(held.learned_elements, steps, self._clock() - self._sent_at)
+        count = difference_count(held.learned_elements, steps, self._clock() - self._sent_at + period_s)
         return SaveState(number, known, held.number, held.count, count), False
 
     def _tell(self) -> None:
@@ -253,8 +263,12 @@ class SnapshotsAtWorker:
         """Say from where the run goes on with a worker that has nothing of it, and with one on the machine that was lost."""
         nth, snapshot, states = self._replica_set.nth, self._accounting.snapshot, self.on_disk()
         is_near = self.at is not None and self.at.step > snapshot.step
-        here = f"approximate weights after {nth(self.at.step)}" if is_near and self.at is not None else nth(snapshot.step)
-        return here + (f" (on the machine that was lost exactly, from {nth(states[-1].step)} or later)" if states else "")
+        here = (
+            f"approximate weights after {nth(self.at.step)}" if is_near and self.at is not None else nth(snapshot.step)
+        )
+        return here + (
+            f" (on the machine that was lost exactly, from {nth(states[-1].step)} or later)" if states else ""
+        )
 
     def newest(self) -> tuple[Snapshot, float] | None:
         """Return approximate weights as a snapshot, and what their last difference left out; None: what is here is as new."""
