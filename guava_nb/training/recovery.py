@@ -88,7 +88,9 @@ class Recovery:
         elif isinstance(cause, Handover):
             self._take_over()
         self._let_go()
-        returns = isinstance(cause, NobodyLeft | WorkerLost) and may_return  # the latter where a newcomer waited for the state
+        returns = (
+            isinstance(cause, NobodyLeft | WorkerLost) and may_return
+        )  # the latter where a newcomer waited for the state
         self.window.exchange.give_up(but_solo=returns)
         self._tell_wait()
         self.budget_gate.afford_start_over()
