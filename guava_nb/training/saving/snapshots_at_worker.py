@@ -103,12 +103,14 @@ class SnapshotsAtWorker:
     @property
     def is_forced(self) -> bool:
         """Whether the user wants them at the worker, however fast the line is."""
-        return self._plan.snapshot_place == "worker"
+        return self._plan.snapshot_place == "worker" and self._plan.snapshot_every_steps != 0
 
     def is_chosen(self) -> bool:
         """Whether snapshots stay at the worker: the line is too thin for exact ones, or the user wants it so."""
         replica_set, spec = self._replica_set, self._replica_set.spec
-        if self._refused or self._plan.snapshot_place == "orchestrator" or not replica_set.elastic:
+        by_time = self._plan.snapshot_every_steps is None and self._plan.budget is None
+        is_wanted = self.is_forced or (by_time and self._plan.snapshot_place == "auto")
+        if self._refused or not is_wanted or not replica_set.elastic:
             return False
         if spec.parallel is not None or spec.rounds is not None or spec.optimizer_site != "workers":
             return False
