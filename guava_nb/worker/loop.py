@@ -252,7 +252,6 @@ class WorkerLoop:
                 if self._session_id not in ("", message.session):
                     self.user_code.close()
                     self._forget()  # another session may have a run of the same name
-                    self.keeper.close(remove=True)
                 self._session_id = message.session
                 self.keeper.open(message.session)
                 self._show("ready")

@@ -62,9 +62,13 @@ class StateKeeper:
     _held: HeldTensors | None
 
     def open(self, session: str) -> None:
-        """Take part in a session of this id."""
-        if self._folder is not None:
-            self._files = StateFiles(self._folder, session)
+        """Take part in a session of this id; what lies here of another one is of no more use."""
+        if self._folder is None:
+            return
+        files = StateFiles(self._folder, session)
+        if self._files is not None and self._files.folder != files.folder:
+            self.close(remove=True)
+        self._files = files
 
     def keep(self, run: PreparedRun, question: FetchState, step: int, ticks: int) -> None:
         """Copy the state of the last committed step, and answer when it is kept as wanted; raises what `Replica.state` does."""
