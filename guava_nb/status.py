@@ -179,6 +179,11 @@ class RunStatus:
     budget_bytes: int = 0  # most bytes it may send and receive; 0: no limit
     at_risk_steps: int | None = None  # that would be lost with the workers now; None where others have them, too
     at_risk_s: float | None = None  # of work, likewise
+    at_risk_killed_steps: int | None = (
+        None  # that would be lost if their processes were killed now, and their disks stay
+    )
+    at_risk_killed_s: float | None = None
+    approximate: str = ""  # from which approximate weights it goes on; "" where all are exact
     waits_s: float | None = None  # for how much longer it waits for workers to join
     epochs: tuple[EpochFigures, ...] = ()  # that were ended, the newest 200
     scores: tuple[tuple[str, Points], ...] = ()  # what validations measured beside the loss, by name

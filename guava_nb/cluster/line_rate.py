@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job, NobodyLeft
@@ -15,7 +16,7 @@ from guava_nb.cluster.report_checks import first_invalid_rate
 from guava_nb.config.units import show_bytes
 from guava_nb.protocol.messages import LineMeasured, MeasureLine
 
-__all__ = ["measure_lines"]
+__all__ = ["begin_measuring", "measure_lines"]
 
 #: Enough to tell 10 Mbit/s from 100; a worker's visit costs 2.7 MB at most, also where a tunnel counts bytes.
 _BURST_BYTES = 1 << 20
@@ -46,6 +47,23 @@ def measure_lines(cluster: Cluster) -> list[str]:
         f"The line to {cluster.name(rank)} is not in these rates: {why}." for rank, why in problems.items() if why
     ]
     return [*([measured] if spent else []), *lacking]
+
+
+def begin_measuring(job: Job, rank: int) -> Callable[[], float | None]:
+    """Let a worker measure its line while a job works, unless it has; returns what gives its bytes/s up, None until known."""
+    cluster, number = job.cluster, next(_ids)
+    member = cluster.roster.members[rank]
+    if member.line != (None, None):
+        return lambda: member.line[1]
+    answers = job.collect(LineMeasured, lambda found: found.measuring_id == number)
+    cluster.send(rank, MeasureLine(number, _BURST_BYTES))
+
+    def rate() -> float | None:
+        if (found := answers.pop(rank, None)) is not None:
+            _note(cluster, rank, found)
+        return member.line[1]
+
+    return rate
 
 
 def _note(cluster: Cluster, rank: int, found: LineMeasured | None) -> str:

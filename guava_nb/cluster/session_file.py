@@ -18,7 +18,7 @@ import msgspec
 from guava_nb.errors import ConfigError
 from guava_nb.transport.certificate import Certificate
 
-__all__ = ["SavedSession", "SessionFile", "state_folder"]
+__all__ = ["SavedSession", "SessionFile"]
 
 _VERSION = 1
 _MOST = 64  # sessions of one name side by side
@@ -116,11 +116,6 @@ class SessionFile:
                 self.path.with_suffix(suffix).unlink(missing_ok=True)
         self._lock.close()
         _HELD.discard(self.path)
-
-
-def state_folder() -> Path:
-    """Return where this user's programs keep state: XDG_STATE_HOME, else ~/.local/state (XDG Base Directory Specification)."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "guava_nb"
 
 
 def _locked(file: IO[bytes]) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from guava_nb.cluster.session_file import state_folder
+from guava_nb.config.state_folder import state_folder
 from guava_nb.status import Status
 from guava_nb.tunnels.records import began_at, runs
 

@@ -93,7 +93,8 @@ class DistributedConfig:
     Checkpoints and checks:
         checkpoint_dir ("./checkpoints"): folder. save_interval (0): steps between checkpoints; 0 saves none.
         snapshot_every_steps (None): steps between snapshots to go back to; None takes them by time, as their cost allows, where
-        the state is on one worker only, or in parts.
+        the state is on one worker only, or in parts. snapshot_place ("auto"): a lone worker keeps them on its own disk
+        ("worker") or sends them whole ("orchestrator"); "auto" keeps those there that take the line more than ten seconds.
         hash_every_steps (100): steps between comparisons of the workers' parameters; 0 compares at the start only.
         log_step_every (100): steps between lines of a run in Python's log (logger "guava_nb.training", level INFO).
 
@@ -171,6 +172,7 @@ class DistributedConfig:
     checkpoint_dir: str = setting("./checkpoints")
     save_interval: int = setting(0, low=0)
     snapshot_every_steps: int | None = setting(None, low=0)
+    snapshot_place: str = setting("auto", choices=("auto", "orchestrator", "worker"))
     hash_every_steps: int = setting(100, low=0)
     log_step_every: int = setting(100, low=1, env=("LOG_STEP_EVERY",))
 

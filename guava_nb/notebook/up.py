@@ -15,8 +15,8 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.getipython import get_ipython
 
-from guava_nb.cluster.session_file import state_folder
 from guava_nb.config import DistributedConfig
+from guava_nb.config.state_folder import state_folder
 from guava_nb.config.units import show_bytes
 from guava_nb.doctor.memory import WORKER_BYTES, Memory, memory_here
 from guava_nb.errors import ConfigError

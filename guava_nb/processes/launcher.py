@@ -117,6 +117,7 @@ class WorkerHandle:
         self._ended = threading.Event()
         self._killed = self._leaves = False
         self._threads, self._replaced = threads, 0
+        self._has_saved = False  # another process goes on from the state on this disk
         self._process = self._spawn(threads)
         self._vitals = PulseWatch(link_options(self._config), self._identity, self._watched, self._ended)
         threading.Thread(target=self._watch, name="guava-watch", daemon=True).start()
@@ -144,9 +145,12 @@ class WorkerHandle:
         log = self._open_log()
         with log or contextlib.nullcontext():
             status = self._follow(log)
-            while status == EXIT_AGAIN and self._replaced < MOST_REPLACED and not (self._killed or self._leaves):
+            while self._is_replaced(status):
                 self._replaced += 1
                 cause = f"its process is of no more use ({self._last['detail']}) and is replaced"
+                if status != EXIT_AGAIN:
+                    self._on_crash(status)  # so that nobody waits for the one that is gone
+                    cause = f"{self._last['detail']}. Another process goes on from the state on this disk"
                 self._last = {
                     "state": "starting",
                     "step": -1,
@@ -157,6 +161,13 @@ class WorkerHandle:
         if status not in (EXIT_OK, EXIT_REFUSED, EXIT_LOST, EXIT_AGAIN):
             self._on_crash(status)
         self._ended.set()
+
+    def _is_replaced(self, status: int | None) -> bool:
+        """Whether another process takes the place of one that ended so: it lost its device, or left a state on the disk."""
+        is_loss = status not in (None, EXIT_OK, EXIT_REFUSED, EXIT_LOST) and self._has_saved and self._listens is None
+        return (
+            (status == EXIT_AGAIN or is_loss) and self._replaced < MOST_REPLACED and not (self._killed or self._leaves)
+        )
 
     def _follow(self, log: IO[str] | None) -> int:
         """Read what the process says until it ends; returns its exit status."""
@@ -211,6 +222,9 @@ class WorkerHandle:
     def _on_state(self, record: str) -> None:
         try:
             last = json.loads(record)
+            if "saved" in last:
+                self._has_saved = True
+                return
             if "figures" in last:
                 self._figures = msgspec.convert(last["figures"], OwnFigures)
                 return
@@ -251,7 +265,8 @@ class WorkerHandle:
     @property
     def alive(self) -> bool:
         """Whether the process runs, or is being replaced."""
-        return not self._ended.is_set() and (self._process.poll() in (None, EXIT_AGAIN))
+        status = self._process.poll()
+        return not self._ended.is_set() and (status is None or self._is_replaced(status))
 
     @property
     def code(self) -> JoinCode | None:

@@ -96,7 +96,7 @@ def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: 
         ("loss", _loss_path(run)),
     ]
     facts += [("validation", _validation(run.val[-1]))] if run.val else []
-    facts += [("wire", _wire(run)), *_budget(run), *_path(run), *_batch(run), *_energy(run)]
+    facts += [("wire", _wire(run)), *_budget(run), *_path(run), *_batch(run), *_at_risk(run), *_energy(run)]
     there = _taking_part(workers)
     tables = (Table((), tuple(facts)), epoch_table(run.epochs[-_EPOCHS_AT_THE_END:]), workers_at_the_end(there))
     told = notices if run.state == "failed" else _notes(run, notices)  # the error itself comes after the summary
@@ -235,16 +235,18 @@ def _loaded(run: RunStatus) -> list[tuple[str, str]]:
 
 
 def _at_risk(run: RunStatus) -> list[tuple[str, str]]:
-    """What would be done again if the workers that alone hold the state vanished now."""
-    if not run.at_risk_steps or run.at_risk_s is None or run.state not in _AT_WORK:
-        return []
-    steps = f"{run.at_risk_steps} step{'s' if run.at_risk_steps > 1 else ''}"
-    return [
-        (
-            "at risk",
-            f"{steps}, {show_seconds(round(run.at_risk_s))} of work, if the state were lost with its workers now",
-        )
-    ]
+    """What would be done again if the workers' processes were killed now, or their disks lost; and what it goes on from."""
+    rows = [("weights", run.approximate)] if run.approximate else []
+    if run.state not in _AT_WORK:
+        return rows
+    if run.at_risk_s is None or run.at_risk_killed_s is None:
+        return [*rows, ("at risk", "0 s of work: the state is not with one worker alone")]
+    killed, vanished = (
+        f"{show_seconds(round(seconds))} of work ({steps} step{'' if steps == 1 else 's'})"
+        for seconds, steps in ((run.at_risk_killed_s, run.at_risk_killed_steps), (run.at_risk_s, run.at_risk_steps))
+    )
+    text = f"{killed} if the process that has the state were killed now, {vanished} if its disk were lost, too"
+    return [*rows, ("at risk", text)]
 
 
 def _energy(run: RunStatus) -> list[tuple[str, str]]:

@@ -42,6 +42,7 @@ from guava_nb.sync.beginning import Beginning
 from guava_nb.sync.exchange import StepExchange
 from guava_nb.sync.parameter_hashes import check_equal
 from guava_nb.sync.state_at_workers import NOT_HERE, StateAtWorkers
+from guava_nb.sync.states_on_disk import StateOnDisk, StatesOnDisk
 
 __all__ = ["Given", "GroupLost", "ReplicaSet", "preparation_text"]
 
@@ -69,6 +70,7 @@ class ReplicaSet(StateAtWorkers):
         from_seed: step 0 is what every machine builds from the record: workers that prove it by a digest are sent nothing.
         predecessor: the replicas of the run that this one goes on from, until they are taken over.
         gone_on_in: the run that took these over.
+        on_disk: states that workers may read from their disks where no worker holds the run's.
     """
 
     writer: RowWriter
@@ -102,6 +104,7 @@ class ReplicaSet(StateAtWorkers):
         self._building: dict[int, int] = {}
         self._loading: dict[int, tuple[int, int]] = {}
         self._keep = ("", -1)  # run and step that workers were told to keep when they prepared last
+        self.on_disk = StatesOnDisk()
         # Asked to build the run while others train on: what they hold is of an earlier step.
         self._ahead: set[int] = set()
 
@@ -135,6 +138,7 @@ class ReplicaSet(StateAtWorkers):
             )
             if can_hold and (step := self._step_kept(rank, message.step)) is not None:
                 self.at[rank] = step
+            self.on_disk.note(rank, message)
 
     def _on_loaded(self, rank: int, message: StateLoaded, payload: memoryview) -> None:
         if message.run_id == self.run_id and self._loading.get(rank) == (message.generation, message.step):
@@ -173,7 +177,9 @@ class ReplicaSet(StateAtWorkers):
         self._building.update(dict.fromkeys(asked, roster.generation))
         self._keep = self._to_keep()
         wanted = self._proves and self.spec.parallel is None
-        job.cluster.send_all(asked, Prepare(self.run_id, self.cells, self.spec, roster.generation, *self._keep, wanted))
+        saved = tuple(state.number for state in self.on_disk.wanted)
+        order = Prepare(self.run_id, self.cells, self.spec, roster.generation, *self._keep, wanted, saved)
+        job.cluster.send_all(asked, order)
         if self._proves:
             self._own_digest()  # while they build
         return asked
@@ -294,6 +300,13 @@ class ReplicaSet(StateAtWorkers):
         """Count the steps that workers took before they came back; returns those that hold the last committed one."""
         self._adopt_highest(job)
         return [rank for rank in self.in_step(job) if self.holds(rank)]
+
+    def stand_at(self, state: StateOnDisk, ranks: Iterable[int]) -> None:
+        """Go back to a state that these workers have read from their disks."""
+        self.go_back(state.step)
+        self.at = dict.fromkeys(ranks, state.step)
+        self._sent = dict(self.at)
+        del self.ticks[state.ticks :]  # they will be done again, by these
 
     @property
     def _proves(self) -> bool:

@@ -13,7 +13,7 @@ from guava_nb.cluster.job import Job
 from guava_nb.cluster.owed_answers import OwedAnswer
 from guava_nb.data.codec import Resolve
 from guava_nb.errors import TrainingError, WorkerLost
-from guava_nb.protocol.messages import FetchState, State
+from guava_nb.protocol.messages import FetchState, SaveState, State
 from guava_nb.replica.replica import Replica
 from guava_nb.sync.beginning import Beginning
 from guava_nb.sync.state_copy import COMING_BYTES, StateCopy, received_bytes, state_in
@@ -234,10 +234,14 @@ class StateAtWorkers(StepsHeld, ABC):
             )
             self.copy.ask(cluster)
 
-    def ask_for_copy(self, job: Job) -> StateCopy | None:
+    def ask_for_copy(self, job: Job, save: SaveState | None = None, whole: bool = True) -> StateCopy | None:
         """Have the state of the last committed step come while the job goes on; None: no worker that is here has it.
 
         No step may be in flight. A worker that has gone on when it is asked answers with another step's, and the copy fails.
+
+        Args:
+            save: what shall be done with it at the worker.
+            whole: it comes here, too.
         """
         job.pump(partial(self._is_known_who_has_it, job))
         holders = self.in_step(job)
@@ -245,7 +249,7 @@ class StateAtWorkers(StepsHeld, ABC):
         if not asked or not set(asked) <= job.ready:
             return None
         requests = {self.next_request(): rank for rank in asked}
-        self.ahead = StateCopy(self.run_id, self.step, requests, self._resolve, len(self.ticks))
+        self.ahead = StateCopy(self.run_id, self.step, requests, self._resolve, len(self.ticks), save, whole)
         for question, rank in self.ahead.questions():
             job.cluster.send(rank, question)
         return self.ahead

@@ -10,7 +10,7 @@ from typing import Any
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.data.codec import Resolve, unpack
 from guava_nb.errors import RemoteProtocolError
-from guava_nb.protocol.messages import Failure, FetchState, Message, State
+from guava_nb.protocol.messages import Failure, FetchState, Message, SavedState, SaveState, State
 
 __all__ = ["COMING_BYTES", "StateCopy", "received_bytes", "state_in"]
 
@@ -44,18 +44,21 @@ class StateCopy:
         requests: numbers of the questions, and who is asked for which.
         resolve: finds the classes that may come in it.
         ticks: of its schedule; a worker whose schedule has had the next one has this state no more either.
+        save: what the worker shall do with it; None: it only comes here.
+        whole: it comes here; else only what `save` sends of it.
 
     Attributes:
         step: as above.
         ranks: workers that hold it, or the parts of it.
-        requests: as above.
+        requests, save, whole: as above.
     """
 
     def __init__(
-        self, run_id: str, step: int, requests: Mapping[int, int], resolve: Resolve | None, ticks: int = 0
-    ) -> None:
+        self, run_id: str, step: int, requests: Mapping[int, int], resolve: Resolve | None, ticks: int = 0,
+        save: SaveState | None = None, whole: bool = True,
+    ) -> None:  # fmt: skip
         """Ask for nothing yet."""
-        self.step = step
+        self.step, self.save, self.whole = step, save, whole
         self.ranks: Sequence[int] = list(requests.values())
         self._run_id, self.requests, self._resolve, self._ticks = run_id, dict(requests), resolve, ticks
         self._came: dict[int, tuple[State, memoryview]] = {}
@@ -70,7 +73,7 @@ class StateCopy:
     def questions(self) -> Iterator[tuple[FetchState, int]]:
         """Yield what is asked, and whom."""
         for request, rank in self.requests.items():
-            yield FetchState(request, self._run_id, ticks=self._ticks), rank
+            yield FetchState(request, self._run_id, self.whole, self.whole, self._ticks, self.save), rank
 
     def take(self, rank: int, message: Message, payload: memoryview) -> bool:
         """Take an answer; returns whether it was one to this question. Called from reader threads."""
@@ -90,6 +93,21 @@ class StateCopy:
     def is_whole(self) -> bool:
         """Whether all of it is here."""
         return self._over.is_set() and not self._failed
+
+    @property
+    def saved(self) -> SavedState | None:
+        """What came of `save`, by the first answer."""
+        return next((message.saved for message, _ in self._came.values()), None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what has come."""
+        return sum(len(payload) for _, payload in self._came.values())
+
+    @property
+    def ticks(self) -> int:
+        """Those of its schedule."""
+        return self._ticks
 
     def is_over(self, lost: Callable[[int], bool]) -> bool:
         """Whether it is here, or cannot come any more: `lost` says of a worker that it is gone."""

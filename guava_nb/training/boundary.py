@@ -135,6 +135,9 @@ class Boundary:
         if self.plan.save_every_s and time.monotonic() >= self._saved_at + self.plan.save_every_s:
             self.due.add("save")
         self.snapshots.look()
+        if self.snapshots.there.wants_base():
+            self.drain()
+            self.snapshots.there.set_base()
         newcomers = self.membership.newcomers()
         if not (self.due or newcomers or self.calls):
             return
@@ -222,7 +225,7 @@ class Boundary:
 
     def _take_snapshot(self) -> None:
         replica_set = self.membership.replica_set
-        if self.snapshots.by_time and not self.snapshots.at_once and replica_set.master_step != replica_set.step:
+        if self.snapshots.in_background and replica_set.master_step != replica_set.step:
             self.snapshots.begin()
             return
         began = time.monotonic()

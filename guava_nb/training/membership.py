@@ -8,6 +8,7 @@ from typing import Any
 from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.sync.own_state import tell_own_state_lost
 from guava_nb.sync.replica_set import ReplicaSet, preparation_text
+from guava_nb.sync.states_on_disk import StateOnDisk
 from guava_nb.training.plan import Snapshot
 
 __all__ = ["Membership"]
@@ -93,9 +94,10 @@ class Membership:
                     "the others wait for it: leave it out, or train with --precision fp16 or fp32"
                 )
 
-    def prepare_returned(self) -> None:
-        """Have all who are fit prepare the run again: one that was away may hold its state still."""
+    def prepare_returned(self, on_disk: Iterable[StateOnDisk]) -> None:
+        """Have all who are fit prepare the run again: one that was away may hold its state still, or have one on its disk."""
         self.behind.clear()
+        self.replica_set.on_disk.look_for(on_disk)
         for rank, answer in self.replica_set.prepare(self._job, self.fit).items():
             self._unfit.add(rank)
             self.cluster.notice(preparation_text(self.cluster.name(rank), answer))

@@ -131,6 +131,8 @@ class TrainingPlan:
         prefetch_bytes: batch bytes that a worker was sent and has not worked on; 0 issues by `prefetch_steps` alone.
         snapshot_every_steps: 0 takes none; None takes one at the end of each epoch where the
             state is on one worker only, or in parts on several.
+        snapshot_place: "orchestrator": they come here; "worker": a lone one keeps them on its disk, and differences of the
+            weights come here; "auto": on its disk where the line would need more than ten seconds for one.
         cache_static: samples do not change between epochs: those that workers hold are not loaded again.
         save_every_steps, save_every_s: a checkpoint after so many steps, or seconds; 0 saves none by itself.
         save_best: a checkpoint after each validation that is the best so far; None saves none.
@@ -167,6 +169,7 @@ class TrainingPlan:
     interrupt_grace_s: float = 5.0
     rejoin_timeout_s: float = 300.0
     snapshot_every_steps: int | None = None
+    snapshot_place: str = "auto"
     save_every_steps: int = 0
     save_every_s: float = 0.0
     save_best: Best | None = None

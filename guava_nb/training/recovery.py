@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from guava_nb.cluster.job import Job, NobodyLeft, StopRequested
 from guava_nb.errors import WorkerLost
 from guava_nb.sync.replica_set import GroupLost
+from guava_nb.sync.states_on_disk import StateOnDisk
 from guava_nb.training.boundary import Boundary
 from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.byte_budget import BudgetSpent
 from guava_nb.training.membership import Membership
-from guava_nb.training.plan import TrainingPlan
+from guava_nb.training.plan import Snapshot, TrainingPlan
 from guava_nb.training.run import Run
 from guava_nb.training.step_accounting import StepAccounting
 from guava_nb.training.step_window import StepWindow
@@ -63,14 +65,15 @@ class Recovery:
             WorkerLost: too few workers came in time.
             BudgetSpent: another start has no room.
         """
+        may_return = self.membership.formed  # also when another one is lost meanwhile
         while True:
             try:
-                self._start_over(cause)
+                self._start_over(cause, may_return)
                 return
             except (NobodyLeft, GroupLost, Handover) as lost:
                 cause = lost
 
-    def _start_over(self, cause: Exception) -> None:
+    def _start_over(self, cause: Exception, may_return: bool) -> None:
         """The members cannot go on: wait for workers, and start over from what can be saved of the state.
 
         Where a group broke and all of its last committed state is still there, that is taken; else the run goes back to the
@@ -85,7 +88,9 @@ class Recovery:
         elif isinstance(cause, Handover):
             self._take_over()
         self._let_go()
-        returns = isinstance(cause, NobodyLeft) and self.membership.formed
+        returns = (
+            isinstance(cause, NobodyLeft | WorkerLost) and may_return
+        )  # the latter where a newcomer waited for the state
         self.window.exchange.give_up(but_solo=returns)
         self._tell_wait()
         self.budget_gate.afford_start_over()
@@ -102,10 +107,11 @@ class Recovery:
         if replica_set.spec.optimizer_site != "workers" or replica_set.spec.parallel is not None:
             return False
         before = replica_set.step
-        self.membership.prepare_returned()
-        holders = replica_set.returned(self.job)
+        self.membership.prepare_returned(self.boundary.snapshots.there.on_disk())
+        holders, read = replica_set.returned(self.job), replica_set.on_disk.best(self.membership.fit)
+        replica_set.on_disk.look_for(())
         if not holders:
-            return False
+            return read is not None and self._goes_on_from_disk(*read)
         self.membership.formed = True
         self.window.exchange.give_up()
         self.accounting.go_on_here()
@@ -116,14 +122,56 @@ class Recovery:
         )
         return True
 
-    def go_back(self, tell: bool = True) -> None:
-        """Go back to the snapshot with state, data and history; before members get it, since they may be lost meanwhile."""
-        snapshot = self.accounting.snapshot
-        if tell and (lost := self.run.since(snapshot.step + 1 - self.accounting.first_step))[0]:
-            self.membership.cluster.notice(
-                f"{_lost_text(*lost)} are lost with the workers that had them and are done again: the run goes on from the state "
-                f"after {self._replica_set.nth(snapshot.step)}"
+    def _goes_on_from_disk(self, state: StateOnDisk, ranks: Sequence[int]) -> bool:
+        """Go on from a state that workers have read from their disks: nothing is sent."""
+        replica_set, snapshots = self._replica_set, self.boundary.snapshots
+        kept = snapshots.there.kept(state)
+        names = " and ".join(map(self.membership.cluster.name, ranks))
+        self._tell_lost(
+            kept.snapshot, f"{names} read the state after {replica_set.nth(state.step)} from its disk", "disk"
+        )
+        self.accounting.go_back(kept.snapshot)
+        self.boundary.due.clear()
+        replica_set.stand_at(state, ranks)
+        snapshots.forget(kept)
+        self.membership.formed = True
+        self.window.exchange.give_up()
+        return True
+
+    def _tell_lost(self, snapshot: Snapshot, then: str, source: str) -> None:
+        """Tell and note how much work is done again."""
+        steps, seconds = self.run.since(snapshot.step + 1 - self.accounting.first_step)
+        if steps or source != "snapshot":
+            self.run.losses.append(
+                {"steps": steps, "seconds": round(seconds, 3), "after": snapshot.step + 1, "from": source}
             )
+            what = (
+                f"{_lost_text(steps, seconds)} are lost with the workers that had them and are done again: "
+                if steps
+                else ""
+            )
+            self.membership.cluster.notice(f"{what}{then}")
+
+    def go_back(self, tell: bool = True) -> None:
+        """Go back to the snapshot with state, data and history; before members get it, since they may be lost meanwhile.
+
+        Where approximate weights are newer, the run goes back to these, and says so.
+        """
+        newest, source = self.boundary.snapshots.there.newest(), "snapshot"
+        then = "the run goes on from the state after "
+        if newest is not None:
+            snapshot, left_out = newest
+            self.accounting.keep_snapshot(snapshot)
+            source, tell = "approximate weights", True
+            self.run.approximate = (
+                f"the run goes on from approximate weights after {self._replica_set.nth(snapshot.step)}, because the exact ones "
+                f"were lost with the disk that had them: their last difference left out {left_out:.0%} of the way since the one "
+                "before, and the optimizer begins with the state of the last exact ones"
+            )
+            then = f"{self.run.approximate}. It goes on from the state after "
+        snapshot = self.accounting.snapshot
+        if tell:
+            self._tell_lost(snapshot, f"{then}{self._replica_set.nth(snapshot.step)}", source)
         self.boundary.snapshots.forget()
         self.run.move("preparing", f"the run goes on from the state after {self._replica_set.nth(snapshot.step)}")
         self.accounting.go_back()
@@ -147,6 +195,7 @@ class Recovery:
         self.membership.cluster.notice(
             f"the error left no whole state of {replica_set.unit} {lost} anywhere: the session holds that of "
             f"{replica_set.nth(self.accounting.snapshot.step)}, the last snapshot (snapshot_every_steps takes more of them)"
+            + (f". {self.run.approximate}" if self.run.approximate else "")
         )
 
     def _rescued(self) -> bool:
@@ -213,7 +262,7 @@ class Recovery:
             self.run.move(
                 "waiting",
                 f"too few workers are left; waiting {self.plan.rejoin_timeout_s:g} s for {what}, and then the run goes on by "
-                f"itself from {self._replica_set.nth(self.accounting.snapshot.step)}: %guava_worker with the join code "
+                f"itself from {self.boundary.snapshots.there.way_on()}: %guava_worker with the join code "
                 "elsewhere does it. To start one here while this cell is busy, or to see the code: interrupt, then %guava_up "
                 "--local 1 (--show-code), and train again",
                 self.plan.rejoin_timeout_s,
@@ -233,8 +282,8 @@ class Recovery:
         gone = "; ".join(f"{m.name}: {m.detail}" for m in self.membership.cluster.members() if not m.alive)
         least, few = self._replica_set.least, len(self.membership.fit)
         who = f"{least} workers are needed, {few} left, and too few" if few else "all workers are gone and none"
-        snapshot = self.accounting.snapshot
-        here = snapshot.kept.loss or f"The state of {self._replica_set.nth(snapshot.step)} is here"
+        way_on = self.boundary.snapshots.there.way_on()
+        here = self.accounting.snapshot.kept.loss or f"The state of {way_on} is here"
         return WorkerLost(
             f"{who} joined within {self.plan.rejoin_timeout_s:g} s ({gone}). {here}: run %guava_worker with the join code on a "
             "machine and train again"

@@ -45,7 +45,8 @@ class RunSources:
         model: the model with the weights of the last committed step.
         budget: most bytes that the run may take, and those that it took; None without.
         settings: what a table of runs shows of it.
-        kept: how many entries of the history would be left if the workers vanished now; None: nothing would be lost.
+        kept: how many entries of the history would be left if the workers' processes were killed now, and if they vanished with
+            their disks; None: nothing would be lost.
     """
 
     wire: Callable[[], WireBytes] = WireBytes
@@ -61,7 +62,7 @@ class RunSources:
     budget: Budget | None = None
     is_local: bool = False
     settings: tuple[tuple[str, str], ...] = ()
-    kept: Callable[[], int | None] = lambda: None
+    kept: Callable[[], tuple[int, int] | None] = lambda: None
 
     def frozen(self) -> RunSources:
         """Return sources that go on saying what these say now, for a run that has ended."""
@@ -92,6 +93,9 @@ class Run:
         wire: bytes by kind so far.
         budget: most bytes that it may take; None without.
         check: what came of the one-step check; None where no batch was cut so far, or it is off.
+        losses: one dict per loss of work: steps and seconds that were done again, after which step the run went on, and from
+            what: "disk", "snapshot" or "approximate weights".
+        approximate: says that its weights come from approximate ones, and from which; "" where they are exact.
     """
 
     def __init__(
@@ -109,6 +113,8 @@ class Run:
         self.lost_samples = 0
         self.duplicated_samples = 0
         self.workers: list[dict[str, Any]] = []
+        self.losses: list[dict[str, Any]] = []
+        self.approximate = ""
         self._sources = sources or RunSources()
         self.budget = self._sources.budget
         self.check: dict[str, Any] | None = None
@@ -225,7 +231,7 @@ class Run:
             span = recent[-1]["seconds"] - recent[0]["seconds"] if len(recent) > 1 else 0.0
             loaded = self.feeding().loaded
             kept = self._sources.kept()
-            at_risk = (None, None) if kept is None else self._since(kept)
+            killed, vanished = ((None, None), (None, None)) if kept is None else map(self._since, kept)
             return RunStatus(
                 run_id=self.run_id,
                 state=self._state,
@@ -243,8 +249,11 @@ class Run:
                 wire=self.wire,
                 path=_path_text(self._sources.route()),
                 batch=self._sources.reading(),
-                at_risk_steps=at_risk[0],
-                at_risk_s=at_risk[1],
+                at_risk_steps=vanished[0],
+                at_risk_s=vanished[1],
+                at_risk_killed_steps=killed[0],
+                at_risk_killed_s=killed[1],
+                approximate=self.approximate,
                 loaded_batches=loaded[0],
                 loaded_bytes=loaded[1],
                 joules=self.joules,
@@ -284,6 +293,8 @@ class Run:
             "waits": self._sources.waits(),
             "check": self.check,
             "parity": None,  # `guava demo --check` fills it in
+            "losses": self.losses,
+            "approximate": self.approximate,
             "lost_samples": self.lost_samples,
             "duplicated_samples": self.duplicated_samples,
             "generations": self.generations,

@@ -54,7 +54,8 @@ class StepAccounting:
         self.poison = PoisonSamples()
         self._ledger = SampleLedger()
         self._feed_epoch, self._feed_batches = plan.start.epoch, plan.start.batches
-        self._told_empty = self._told_count = self._went_back = False
+        self._told_empty = self._told_count = False
+        self._went_back: Position | None = None  # there, and no step was issued since
 
     # ------------------------------------------------------------------------------------------------------------- steps
 
@@ -160,7 +161,7 @@ class StepAccounting:
 
     def begin_epoch(self, epoch: int) -> None:
         """An epoch begins, or goes on."""
-        self._went_back = False
+        self._went_back = None
         self._feed_epoch, self._feed_batches = epoch, self.position.batches
 
     def end_epoch(self, epoch: int) -> dict[str, Any]:
@@ -179,8 +180,8 @@ class StepAccounting:
         """
         if step is not None and self._run.history and step + 1 - self.first_step < len(self._run.history):
             return self.snapshot.position if self.snapshot.step <= step else self._plan.start
-        if not self._run.history or self._went_back:
-            return self.snapshot.position
+        if not self._run.history or self._went_back is not None:
+            return self.snapshot.position if self._went_back is None else self._went_back
         return replace(self.position, feed=self._plan.feed.position(self._feed_epoch, self._feed_batches))
 
     def keep(self, state: dict[str, Any]) -> None:
@@ -196,11 +197,12 @@ class StepAccounting:
         """Say which state the last committed step left."""
         return f"the state after {self._replica_set.nth(self._replica_set.step)} of {self._replica_set.run_id}"
 
-    def go_back(self) -> None:
-        """Forget what came after the snapshot: it will be done again."""
-        self.snapshot.position.rewind(self._plan.feed)
-        self._went_back = True
-        self._end_at(self.snapshot.position, self.snapshot.step)
+    def go_back(self, there: Snapshot | None = None) -> None:
+        """Forget what came after the snapshot, or after one that a worker has: it will be done again."""
+        snapshot = there or self.snapshot
+        snapshot.position.rewind(self._plan.feed)
+        self._went_back = snapshot.position
+        self._end_at(snapshot.position, snapshot.step)
 
     def go_on_here(self) -> None:
         """Forget the steps that were issued and not committed: they will be done again, from here on."""

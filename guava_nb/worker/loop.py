@@ -10,7 +10,9 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import msgspec
 import torch
 
 from guava_nb.data.codec import class_resolver
@@ -37,6 +39,7 @@ from guava_nb.protocol.messages import (
     PlaceFiles,
     Predict,
     Prepare,
+    Prepared,
     Refused,
     RunCode,
     RunProgram,
@@ -53,6 +56,7 @@ from guava_nb.worker.error_text import DeviceLost
 from guava_nb.worker.pending_steps import ScheduleTicks
 from guava_nb.worker.preparation import USER_ERRORS, Preparation, PreparedRun, Send
 from guava_nb.worker.process_group import GroupSeat
+from guava_nb.worker.saving.state_keeper import StateKeeper
 from guava_nb.worker.steps import StepRunner
 from guava_nb.worker.user_code.cell_runner import CellRunner
 
@@ -92,6 +96,10 @@ class WorkerLoop:
         on_commit: called with (generation, step) after each commit, for the session's resume record.
         seat: takes this worker's place in process groups; None refuses runs that need one.
         energy: is told what this loop does when; None: no energy is measured.
+        states: folder for states that stay on this machine's disk; None keeps none.
+
+    Attributes:
+        keeper: of these states.
     """
 
     def __init__(
@@ -103,6 +111,7 @@ class WorkerLoop:
         on_commit: Callable[[int, int], None] = lambda generation, step: None,
         seat: GroupSeat | None = None,
         energy: EnergyReporter | None = None,
+        states: Path | None = None,
     ) -> None:
         """Make a loop that has no run yet."""
         self._send, self._device, self._own, self._seat = send, device, own, seat
@@ -112,6 +121,7 @@ class WorkerLoop:
         self._preparation = Preparation(device, own, seat)
         self._steps = StepRunner(send, device, seat, energy, lambda: self._show("working"), on_commit)
         self._reader = RowReader(send)
+        self.keeper = StateKeeper(send, states)
         self.user_code = CellRunner(send, device, seat)
         self._run: PreparedRun | None = None
         self._ticks = ScheduleTicks()
@@ -172,6 +182,7 @@ class WorkerLoop:
 
     def close(self) -> None:
         """Give back what was held."""
+        self.keeper.close()
         self._steps.close()
         self._reader.close()
         self.user_code.close()
@@ -242,6 +253,7 @@ class WorkerLoop:
                     self.user_code.close()
                     self._forget()  # another session may have a run of the same name
                 self._session_id = message.session
+                self.keeper.open(message.session)
                 self._show("ready")
                 warm_up()
             case Prepare():
@@ -314,6 +326,12 @@ class WorkerLoop:
                 self._forget()
 
     def _send_state(self, run: PreparedRun, message: FetchState) -> None:
+        if message.save is not None:
+            try:
+                self.keeper.keep(run, message, self._steps.committed, self._ticks.done)
+            except USER_ERRORS as error:  # memory for the copy, or what the user's optimizer keeps
+                self._steps.fail(error, run.run_id, request=message.request_id)
+            return
         self._steps.send_state(run.replica, message, self._ticks.done)
         if self._leave_deadline is not None:
             self._leave_deadline = time.monotonic() + TRANSFER_S
@@ -343,7 +361,11 @@ class WorkerLoop:
             self._run = run = replace(before, run_id=message.run_id)
             (self._steps.come_back if comes_back else self._steps.go_on)(run, message.generation)
             self._reader.open(run.run_id, run.spec.cache)
-            self._send(self._preparation.built(message, run, stands_at, self._ticks.done), ())
+            answer = self._preparation.built(message, run, stands_at, self._ticks.done)
+            is_behind = (
+                comes_back and stands_at < message.after_step
+            )  # built for a state that never came, or missed steps
+            self._send(self._from_disk(run, message, answer) if is_behind else answer, ())
             return
         self._forget()
         self._show("preparing")
@@ -353,10 +375,23 @@ class WorkerLoop:
             self._send(self._preparation.failed(message, error), ())
             return
         self._run, self._ticks = run, ScheduleTicks()
-        self._steps.begin(run, message.generation)
         self._reader.open(run.run_id, run.spec.cache)
-        self._send(self._preparation.built(message, run), ())
+        self._steps.begin(run, message.generation)
+        self._send(self._from_disk(run, message, self._preparation.built(message, run)), ())
         self._show("ready")
+
+    def _from_disk(self, run: PreparedRun, message: Prepare, answer: Prepared) -> Prepared:
+        """Go on with a state of the run that lies on the disk, where one is asked for and there; returns the answer then."""
+        found = self.keeper.find(run, message.saved)
+        if found is None:
+            return answer
+        step, ticks = found.record.step, found.record.ticks
+        run.replica.load_state(found.state)  # of the same code and options, so it fits
+        self._ticks = ScheduleTicks(ticks)
+        self._steps.begin(run, message.generation, step)
+        return msgspec.structs.replace(
+            answer, holds=False, saved=found.record.number, digest=found.digest, step=step, ticks=ticks
+        )
 
     def _release_own(self) -> None:
         """Give the user's model back as of the last commit, without our hooks."""
@@ -365,6 +400,7 @@ class WorkerLoop:
 
     def _forget(self) -> None:
         self._steps.end()
+        self.keeper.forget()
         self._release_own()
         self._run = None
         if self._seat is not None:

@@ -4,8 +4,8 @@ With the argument `nursery` it loads everything and is then forked for each work
 
 Standard input: one JSON line with the order (join code, device, name, ...: secrets come this way, never in argv), then
 "leave", or "dial CODE" when the session has a new join code. End of input means that the process that started this one is gone.
-Standard output: what the user's code prints, and lines that start with `MARK` with this worker's state as JSON, or about once
-a second with its figures.
+Standard output: what the user's code prints, and lines that start with `MARK` with this worker's state as JSON, about once a
+second with its figures, or when the state of a run was saved on the disk.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ def _teller() -> Tell:
 def _dial(member: WorkerSession, tell: Tell) -> str:
     _tee(member.send)
     _obey(member.loop.leave, member.redirect)
+    member.loop.keeper.on_saved = partial(tell, {"saved": True})
     with _figures_told(member.figures, tell):
         return member.run()
 

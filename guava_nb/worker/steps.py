@@ -115,11 +115,11 @@ class StepRunner:
         self.lost_device = ""  # what made this process lose its device
         self._kept_first: dict[str, bytes] | None = None  # digests of what the user's code keeps, as the run began
 
-    def begin(self, run: PreparedRun, generation: int) -> None:
-        """Work on this run from its first step on; what is of an older generation is of an earlier attempt to build it."""
+    def begin(self, run: PreparedRun, generation: int, step: int = -1) -> None:
+        """Work on this run after this step; what is of an older generation is of an earlier attempt to build it."""
         self.go_on(run, generation)
-        self._pending.reset(-1, generation)
-        self._kept_first = None
+        self._pending.reset(step, generation)
+        self._kept_first = None if step < 0 else _kept(run.replica)
 
     def come_back(self, run: PreparedRun, generation: int) -> None:
         """Work on the run in work from its last committed step; `generation` as in `begin`."""

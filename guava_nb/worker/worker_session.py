@@ -17,6 +17,7 @@ import torch
 
 from guava_nb.backend import Endpoint
 from guava_nb.backend.stuck_watch import StuckWatch
+from guava_nb.config.state_folder import state_folder
 from guava_nb.errors import GuavaError, JoinCodeError, JoinRefused, LinkBroken, LinkClosed, LinkTimeout
 from guava_nb.link.dialler import IDENTITY_BYTES, Backoff, DialledSession, dial
 from guava_nb.link.options import LinkOptions
@@ -96,8 +97,9 @@ class WorkerSession:
         self._energy = EnergyReporter(device, self._send_noted, up_bytes_s=self._up_bytes_s)
         seat = self._seat if own is None else None
         self.loop = WorkerLoop(
-            self._send_noted, device, own, self._on_state, self._on_commit, seat=seat, energy=self._energy
-        )
+            self._send_noted, device, own, self._on_state, self._on_commit, seat=seat, energy=self._energy,
+            states=state_folder() / "states" if own is None else None,
+        )  # fmt: skip
 
     def run(self) -> str:
         """Dial, and work until the session ends; returns why it ended.
@@ -114,7 +116,7 @@ class WorkerSession:
         try:
             while True:
                 try:
-                    return self._work_on()
+                    return self._to_its_end()
                 except GuavaError as cause:
                     if not _may_come_back(cause):
                         raise
@@ -196,7 +198,7 @@ class WorkerSession:
             GuavaError: the orchestrator was lost, or it sent this worker away.
         """
         try:
-            return self._work_on()
+            return self._to_its_end()
         finally:
             self._close()
 
@@ -211,6 +213,13 @@ class WorkerSession:
         if self._on_stuck is not None and self._session is not None:
             self._session.close(reason)
             self._on_stuck(reason)
+
+    def _to_its_end(self) -> str:
+        """Work until the session ends; where the orchestrator ended it, no state of it is needed on this disk any more."""
+        reason = self._work_on()
+        by_peer = self._closed is not None and self._closed[1]
+        self.loop.keeper.close(remove=by_peer)
+        return reason
 
     def _work_on(self) -> str:
         assert self._session is not None

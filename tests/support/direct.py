@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -101,6 +102,7 @@ class DirectWorker:
         name: str,
         hook: Callable[[DirectWorker, Message], None] = lambda worker, message: None,
         own_model: torch.nn.Module | None = None,
+        states: Path | None = None,
     ) -> None:
         self.identity = name.encode()
         self.name = name
@@ -113,7 +115,7 @@ class DirectWorker:
         self._kept: list[MessageArrived] = []
         _OF.setdefault(cluster, []).append(self)
         own = None if own_model is None else ResidentParts(own_model)
-        self.loop = WorkerLoop(self._send, torch.device("cpu"), own)
+        self.loop = WorkerLoop(self._send, torch.device("cpu"), own, states=states)
         steps, preparation = self.loop._steps, self.loop._preparation
         run_shard = steps._run_shard
 
@@ -233,6 +235,7 @@ def end_workers(cluster: Cluster) -> None:
         if worker.thread.is_alive():
             worker.thread.join(10.0)
             assert not worker.thread.is_alive(), f"{worker.name} works on after the end of its cluster"
+        worker.loop.keeper.close()
 
 
 def make_cluster() -> Cluster:

@@ -262,6 +262,8 @@ class Prepare(Message, frozen=True):
     after: str = ""
     after_step: int = -1  # its last step; of this run what is known here: the worker may be further
     want_digest: bool = False  # of the weights that were built
+    # Numbers of states of this run, the best first, that may lie on this machine's disk: become the first that is there.
+    saved: tuple[int, ...] = ()
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -282,7 +284,8 @@ class Prepared(Message, frozen=True, kw_only=True):
     model that lives at the worker, which the orchestrator cannot build. `facts` are those of `guava_nb.spec.own_facts`.
     `holds`: nothing was built, the state after `step` is here: the last one of the run before, or where this worker stands
     in the run itself, to which it came back, and its schedule has had so many `ticks`. `digest` is that of
-    `guava_nb.replica.state_dict.weights_digest`, where it was asked for.
+    `guava_nb.replica.state_dict.weights_digest`, where it was asked for. `saved` is the number of the state that was read from
+    disk, that after `step` and `ticks`, and `digest` the one of its file.
     """
 
     NUMBER: ClassVar[int] = 19
@@ -300,6 +303,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     step: int = -1
     digest: str = ""
     ticks: int = 0
+    saved: int = 0
 
 
 class EndRun(Message, frozen=True):

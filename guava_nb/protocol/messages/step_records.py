@@ -21,7 +21,16 @@ __all__ = [
     "ParameterChange",
     "Ready",
 ]
-__all__ += ["Shard", "State", "StateLoaded", "StepWithoutShard", "SumBucket", "SchedulerStep"]
+__all__ += [
+    "SaveState",
+    "SavedState",
+    "Shard",
+    "State",
+    "StateLoaded",
+    "StepWithoutShard",
+    "SumBucket",
+    "SchedulerStep",
+]
 
 
 class LoadState(Message, frozen=True):
@@ -50,10 +59,36 @@ class StateLoaded(Message, frozen=True):
     generation: int = -1  # of the `LoadState` that this answers
 
 
+class SaveState(msgspec.Struct, frozen=True):
+    """What is to be done with a state that stays at the worker."""
+
+    number: int = 0  # write it to this machine's disk under this number; 0: do not
+    known: int = (
+        0  # the number of the one there that is known at the orchestrator: all others of the run may go; 0: none is
+    )
+    base: int = 0  # number of the weights to which differences are sent; 0: none
+    held: int = -1  # differences to them that the orchestrator holds; -1: they are the weights as they are now
+    count: int = 0  # elements of each 4,096 of the next difference; 0: send none
+
+
+class SavedState(msgspec.Struct, frozen=True):
+    """What came of a `SaveState`."""
+
+    digest: str = ""  # SHA-256 of the file, as hex; "" where none was asked for
+    nbytes: int = 0  # of the file
+    seconds: float = 0.0  # that it took until this was sent
+    held: int = -1  # as it was asked for; -1 where the weights of that number are not here: no difference comes
+    left_out: float = (
+        0.0  # which part of the way from what is held to the weights of now the difference leaves out, 0 to 1
+    )
+    problem: str = ""  # why no file could be written
+
+
 class FetchState(Message, frozen=True):
     """Orchestrator to worker: send the state as of the last committed step, with so many ticks of its schedule.
 
-    It may come before the last of these ticks, which travel on another channel; the answer waits for them.
+    It may come before the last of these ticks, which travel on another channel; the answer waits for them. With `save` it stays
+    there, and the answer has a difference of its weights instead, where one was asked for; `model` sends it all the same.
     """
 
     NUMBER: ClassVar[int] = 22
@@ -63,6 +98,7 @@ class FetchState(Message, frozen=True):
     model: bool = True
     optimizer: bool = True
     ticks: int = 0
+    save: SaveState | None = None
 
 
 class State(Message, frozen=True):
@@ -81,6 +117,7 @@ class State(Message, frozen=True):
     state: Tree
     kept: tuple[str, ...] = ()
     ticks: int = 0
+    saved: SavedState | None = None
 
 
 class Shard(Message, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from guava_nb.sync.state_copy import StateCopy
 from guava_nb.training.plan import Snapshot, TrainingPlan
 from guava_nb.training.run import Run
 from guava_nb.training.saving.snapshot_period import FIRST_S, MOST_PART, mean_life_s, period_s, stall_s
+from guava_nb.training.saving.snapshots_at_worker import Kept, SnapshotsAtWorker
 from guava_nb.training.step_accounting import StepAccounting
 
 __all__ = ["Snapshots"]
@@ -45,11 +46,17 @@ class Snapshots:
         self._stalled_s = self._transfer_s = 0.0
         self._period_s = FIRST_S
         self._losses = 0
+        self.there = SnapshotsAtWorker(job, replica_set, plan, accounting, clock)
 
     @property
     def by_time(self) -> bool:
         """Whether the time decides: the user set no number of steps, and no budget of bytes."""
         return self._plan.snapshot_every_steps is None and self._plan.budget is None
+
+    @property
+    def in_background(self) -> bool:
+        """Whether steps go on while one is taken."""
+        return (self.by_time and not self.at_once) or self.there.is_forced
 
     def _is_alone(self, team: Sequence[int]) -> bool:
         """Whether the state exists only once: with one worker, or in parts."""
@@ -71,7 +78,8 @@ class Snapshots:
     @property
     def at_once(self) -> bool:
         """Whether one is so small that the steps wait for it."""
-        return self._replica_set.master.weights_bytes <= AT_ONCE_BYTES and self._transfer_s <= _AT_ONCE_S
+        is_small = self._replica_set.master.weights_bytes <= AT_ONCE_BYTES
+        return is_small and self._transfer_s <= _AT_ONCE_S and not self.there.is_forced
 
     def took_one(self, since: float) -> None:
         """One was taken, for which the steps waited since then."""
@@ -81,12 +89,16 @@ class Snapshots:
 
     def begin(self) -> None:
         """Ask for the state of the last committed step, with none in flight."""
-        copy = self._replica_set.ask_for_copy(self._job)
+        if self._coming is not None:
+            return
+        save, whole = self.there.order(self._period_s) if self.there.is_chosen() else (None, True)
+        copy = self._replica_set.ask_for_copy(self._job, save, whole)
         if copy is None:
             return
         accounting, history = self._accounting, self._run.history
         kept = Beginning(accounting.state_name(), None, {})
         self._coming = copy, Snapshot(copy.step, accounting.where(), kept)
+        self.there.asked(*self._coming)
         self._asked_at = self._clock()
         self._measured = len(history), self._place()
 
@@ -101,25 +113,37 @@ class Snapshots:
             return
         self._coming = None
         if copy.is_whole and copy.step <= self._replica_set.step:
-            snapshot.kept.fill(dict(self._replica_set.join(copy.parts())))
-            self._accounting.keep_snapshot(snapshot)
             self._transfer_s = self._clock() - self._asked_at
+            if copy.save is not None:
+                self.there.took(copy, self._transfer_s)
+            if copy.whole:
+                state = dict(self._replica_set.join(copy.parts()))
+                snapshot.kept.fill(state)
+                self._accounting.keep_snapshot(snapshot)
+                self.there.took_exact(copy, self._transfer_s, state)
         self._set_period()
 
-    def forget(self) -> None:
-        """The run goes back: what is on its way may be of a step that is done anew."""
+    def forget(self, but: Kept | None = None) -> None:
+        """The run goes back: what is on its way, or at a worker, may be of a step that is done anew; not `but`, where it goes."""
         self._coming = self._measured = None
+        self.there.forget(but)
         self._losses += 1
         self._asked_at = self._clock()
 
-    def at_risk(self) -> int | None:
-        """Return how many entries of the history would be left if the state at the workers were lost; None: none is at risk."""
+    def at_risk(self) -> tuple[int, int] | None:
+        """Return how many entries of the history would be left if the worker's process were killed, and if its disk were lost.
+
+        None: others hold the state, too.
+        """
         replica_set = self._replica_set
         if replica_set.spec.optimizer_site == "orchestrator" or not replica_set.at:
             return None
         if len(replica_set.at) > 1 and replica_set.elastic:
             return None
-        return self._accounting.snapshot.step + 1 - self._accounting.first_step
+        newest, disk = self._accounting.snapshot.step, self.there.step_on_disk
+        newest = newest if self.there.at is None else max(newest, self.there.at.step)
+        on_disk = newest if disk is None else max(newest, disk)
+        return on_disk + 1 - self._accounting.first_step, newest + 1 - self._accounting.first_step
 
     def _place(self) -> tuple[int, int]:
         return self._accounting.position.epoch, len(self._run.validations)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from guava_nb.cluster.session_file import SavedSession, SessionFile, state_folder
+from guava_nb.cluster.session_file import SavedSession, SessionFile
 from guava_nb.errors import ConfigError
 from guava_nb.transport.certificate import self_signed_certificate
 
@@ -87,10 +87,3 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="session_file .* cannot be written"):
         SessionFile.take(tmp_path / "file" / "one.json")
-
-
-def test_state_lies_where_the_user_keeps_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert state_folder() == tmp_path / "guava_nb"
-    monkeypatch.delenv("XDG_STATE_HOME")
-    assert state_folder() == Path.home() / ".local" / "state" / "guava_nb"

@@ -44,6 +44,7 @@ OTHER: dict[str, Any] = {
     "checkpoint_activations": "*", "path": "relay", "connect_timeout_s": 3.0, "heartbeat_s": 1.0, "silence_s": 9.0,
     "grace_s": 4.0, "rejoin_timeout_s": 6.0, "interrupt_grace_s": 2.0, "socket_buffer_mb": 2, "window_mb": 8,
     "bucket_mb": 1.0, "compression": "off", "budget_bytes": 10**9, "checkpoint_dir": "elsewhere", "save_interval": 3,
+    "snapshot_place": "worker",
     "snapshot_every_steps": 2, "hash_every_steps": 9, "log_step_every": 7, "vocab_size": 3, "d_ff": 4, "max_seq_len": 5,
     "dropout": 0.3, "activation_timeout": 1.0, "ack_timeout": 1.0, "max_resends": 2, "resend_probe_interval": 1.0,
     "compact_log": False, "log_act": True,

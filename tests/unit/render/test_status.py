@@ -101,3 +101,20 @@ def test_a_run_that_waits_for_workers_counts_down() -> None:
     shown = to_text(run_view(waits, (replace(WORKER, state="lost"),)))
     assert shown.startswith("waiting: for workers, up to 4 min 31 s more, epoch 1/3") and "samples/s" not in shown
     assert "more" not in to_text(run_view(RUN, (WORKER,))).splitlines()[0]
+
+
+def test_what_would_be_lost_now_is_always_told_for_a_kill_and_for_a_lost_disk() -> None:
+    alone = replace(RUN, at_risk_steps=300, at_risk_s=95.0, at_risk_killed_steps=12, at_risk_killed_s=4.2)
+    for view in (run_view(alone), session_view(replace(STATUS, run=alone))):
+        text = to_text(view)
+        assert "4 s of work (12 steps) if the process that has the state were killed now" in text
+        assert "1 min 35 s of work (300 steps) if its disk were lost, too" in text
+    assert "0 s of work" in to_text(run_view(RUN))
+    assert "at risk" not in to_text(run_view(replace(alone, state="done")))
+
+
+def test_approximate_weights_are_told_after_the_end_too() -> None:
+    run = replace(RUN, approximate="it goes on from approximate weights after step 9")
+    for state in ("training", "done"):
+        assert "approximate weights after step 9" in to_text(run_view(replace(run, state=state)))
+    assert "approximate weights after step 9" in to_text(summary_view(replace(run, state="done")))
