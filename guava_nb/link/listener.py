@@ -355,9 +355,7 @@ class Listener:
         self._wake()  # its patience has to be watched
         return session
 
-    def _answer(
-        self, session: ListenedSession, received_here: dict[int, int], begun: dict[int, Incoming]
-    ) -> Attached:
+    def _answer(self, session: ListenedSession, received_here: dict[int, int], begun: dict[int, Incoming]) -> Attached:
         mine = session.progress
         resumed = session.state != "joining" or session.seen_before
         return Attached(

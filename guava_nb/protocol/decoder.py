@@ -153,9 +153,11 @@ class Decoder:
         """Give up what is not whole, by channel, for the decoder of the next connection; nothing more is received here."""
         begun = {channel: incoming for channel, incoming in enumerate(self._open) if incoming is not None}
         at_hand = self._incoming
-        if at_hand is not None and at_hand.message is not None and not at_hand.packed and self._target is not None:
-            at_hand.received_bytes += self._filled
-            begun[at_hand.header.channel] = at_hand
+        if at_hand is not None and at_hand.message is not None:
+            at_hand.wire_bytes -= self._wanted - self._filled
+            if not at_hand.packed and self._target is not None:
+                at_hand.received_bytes += self._filled
+                begun[at_hand.header.channel] = at_hand
         self._incoming = self._target = None
         self._open = [None] * len(CHANNELS)
         return {channel: incoming for channel, incoming in begun.items() if incoming.received_bytes}

@@ -83,11 +83,13 @@ class _SendQueue:
         return again_bytes
 
     def check_begun(self, received: int, begun_bytes: int) -> bool:
-        """Whether so many payload bytes of the message after `received` can have come; one that is consumed by now is not judged."""
+        """Whether so many payload bytes of the message after `received` can have come; one consumed by now is not judged."""
         if begun_bytes < 0 or (begun_bytes and received >= self.sent_up_to):
             return False
         queued = (message for message in (*(sent[2] for sent in self.sent), *self.waiting) if message is not None)
-        return all(message.sequence != received + 1 or begun_bytes < max(1, message.payload_bytes) for message in queued)
+        return all(
+            message.sequence != received + 1 or begun_bytes < max(1, message.payload_bytes) for message in queued
+        )
 
     def let_go(self) -> None:
         """Keep the numbers, which a late Ack is judged by, and no message."""

@@ -253,7 +253,9 @@ def test_a_message_goes_on_behind_what_the_peer_holds_of_it():
     assert first.begun_bytes == 0
 
 
-@pytest.mark.parametrize("begun", [{int(BATCH): -1}, {int(BATCH): 300}, {int(BATCH): 1 << 70}, {int(GRADIENT): 1}, {99: 1}])
+@pytest.mark.parametrize(
+    "begun", [{int(BATCH): -1}, {int(BATCH): 300}, {int(BATCH): 1 << 70}, {int(GRADIENT): 1}, {99: 1}]
+)
 def test_what_the_peer_cannot_hold_ends_the_session_and_changes_nothing(begun):
     outbox = Outbox(10 * WINDOW)
     message = put(outbox, BATCH, 300)
