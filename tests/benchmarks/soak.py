@@ -60,7 +60,9 @@ def loss_fn(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets)
 """
 #: A fault after which no step comes for so long is a standstill, and the part fails.
-PATIENCE_S = 120.0
+PATIENCE_S = 180.0
+#: In which a worker that takes part does a step, on a busy machine too.
+MOMENT_S = 1.0
 OPTIONS: dict[str, Any] = {
     "criterion": "loss_fn", "optimizer": "AdamW", "optimizer_args": {"lr": 0.001}, "progress": False, "fresh": True
 }  # fmt: skip
@@ -121,15 +123,17 @@ class Siege:
         self.recovery: dict[str, list[float]] = {"killed": [], "stopped": []}
         self.faults = 0
 
-    def connected(self) -> set[int]:
-        """Process numbers of the workers that take part."""
-        here = {w.name for w in self.orch.status().workers if w.state in ("ready", "working")}
-        return {handle.pid for handle in self.handles if handle.alive and handle.status().name in here}
+    def at_work(self) -> set[int]:
+        """Process numbers of the workers that have done samples within the last moment: they hold the state."""
+        before = {worker.name: worker.samples for worker in self.orch.status().workers}
+        time.sleep(MOMENT_S)
+        now = {w.name for w in self.orch.status().workers if w.samples > before.get(w.name, w.samples)}
+        return {handle.pid for handle in self.handles if handle.alive and handle.status().name in now}
 
     def strike(self, run: Any) -> None:
         """One fault, and the worker that takes the place of the one that is gone."""
         self.handles = [handle for handle in self.handles if handle.alive]
-        ready = self.connected()
+        ready = self.at_work()
         victims = [handle for handle in self.handles if self._joining_too or handle.pid in ready]
         if not victims:
             return
