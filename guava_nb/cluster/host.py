@@ -35,6 +35,7 @@ from guava_nb.link.options import link_options
 from guava_nb.link.tunnel_keeper import TunnelKeeper, asked_here, bind_for
 from guava_nb.processes.interrupts import interrupts_wait
 from guava_nb.processes.launcher import WorkerHandle, close_all, expect_workers, launch
+from guava_nb.processes.old_logs import forget_old
 from guava_nb.processes.placement import allowed_cores, describe, place, visible_gpus
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.status import Status
@@ -146,6 +147,7 @@ class SessionHost(CodeOnWorkers):
 
     def _have_cluster(self) -> Cluster:
         if self._cluster is None:
+            forget_old(self.log_folder.parent.glob("guava_nb-session-*"))
             self._cluster = self._new_cluster()
             self._notices.listen()
         return self._cluster

@@ -8,8 +8,8 @@ records by one who holds the code: any record with any values, over sessions tha
 A part that is not done after its share of `--seconds` ends there, and says how much it did.
 
 Prints a JSON line for each part, and one at the end: the steps of the worker's run meanwhile, the largest difference of its
-weights to plain PyTorch (float64), what was lost or doubled, memory, descriptors and threads before and after each part. Reach: the
-run goes on, exact, memory flat.
+weights to plain PyTorch (float64), what was lost or doubled, and memory, descriptors and threads before and after each part. Reach:
+the run goes on, exact, memory flat.
 """
 
 from __future__ import annotations
