@@ -8,8 +8,8 @@ records by one who holds the code: any record with any values, over sessions tha
 A part that is not done after its share of `--seconds` ends there, and says how much it did.
 
 Prints a JSON line for each part, and one at the end: the steps of the worker's run meanwhile, the largest difference of its
-weights to plain PyTorch (float64), what was lost or doubled, and memory, descriptors and threads before and after each part. Reach:
-the run goes on, exact, memory flat.
+weights to plain PyTorch (float64), what was lost or doubled, and memory, descriptors and threads before and after each part.
+Reach: the run goes on, exact, memory flat.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def besiege(
         orch.share(CELL, "net")
         orch.register_model("Net")
         run = orch.start_training(
-            _batches(), num_epochs=1_000_000, criterion="loss_fn", optimizer="AdamW", optimizer_args={"lr": 0.001},
+            _batches(), num_epochs=10_000, criterion="loss_fn", optimizer="AdamW", optimizer_args={"lr": 0.001},
             progress=False, detach=True,
         )  # fmt: skip
         until(lambda: run.history, PATIENCE_S, "the first step")

@@ -165,7 +165,7 @@ def kills(
         orch.wait_for_workers(2, timeout=PATIENCE_S)
         orch.share(CELL, "net")
         orch.register_model("Net")
-        run = orch.start_training(loader(), num_epochs=1_000_000, detach=True, callbacks=[gaps], **OPTIONS)
+        run = orch.start_training(loader(), num_epochs=10_000, detach=True, callbacks=[gaps], **OPTIONS)
         until(lambda: run.history, PATIENCE_S, "the first step")
         began = time.monotonic()
         while time.monotonic() < began + seconds:
@@ -214,7 +214,7 @@ def joins(count: int) -> dict[str, Any]:
         orch.wait_for_workers(1, timeout=PATIENCE_S)
         orch.share(CELL, "net")
         orch.register_model("Net")
-        run = orch.start_training(loader(), num_epochs=1_000_000, detach=True, callbacks=[gaps], **OPTIONS)
+        run = orch.start_training(loader(), num_epochs=10_000, detach=True, callbacks=[gaps], **OPTIONS)
         until(lambda: run.history, PATIENCE_S, "the first step")
         for number in range(count):
             _visit(orch, f"visitor-{number}")

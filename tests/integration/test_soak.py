@@ -11,6 +11,8 @@ from tests.benchmarks.hostile import besiege, frames
 from tests.benchmarks.soak import joins, kills, sessions
 from tests.support.processes import ROOT
 
+pytestmark = pytest.mark.timeout(300)  # workers of sessions of their own, which start for minutes on a busy machine
+
 
 @pytest.fixture(autouse=True)
 def processes_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
