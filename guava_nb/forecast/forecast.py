@@ -159,13 +159,12 @@ class Parts:
 
         Of a run of very many epochs, as one that is to be stopped by hand, those after the first ones count as the last of them.
         """
-        total = self.start + self.end()
-        for number in range(min(len(self.epochs), _COUNTED_EPOCHS)):
-            if (epoch := self.epoch(number)) is None:
-                return None
-            total = total + epoch
-        more = len(self.epochs) - _COUNTED_EPOCHS
-        return total if more <= 0 else total + epoch * more
+        first = [self.epoch(number) for number in range(min(len(self.epochs), _COUNTED_EPOCHS))]
+        known = [epoch for epoch in first if epoch is not None]
+        if len(known) < len(first):
+            return None
+        more = len(self.epochs) - len(known)
+        return sum(known, self.start + self.end()) + (known[-1] * more if more else NOTHING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class Orchestrator(Generating, SessionHost):
 
         def on_idle_leave(rank: int) -> None:
             here = me()
-            take_over(here and here._replica_sets.held_by_workers, cluster, rank)
+            take_over(None if here is None else here._replica_sets.held_by_workers, cluster, rank)
 
         cluster.on_idle_leave = on_idle_leave
         return cluster
