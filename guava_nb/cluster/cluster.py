@@ -17,6 +17,7 @@ from typing import Protocol
 
 from guava_nb.cluster.group_path import Findings
 from guava_nb.cluster.job_events import FromWorker, JobEvent, Joined, Leaving, Lost, Resumed, Suspected, Wake
+from guava_nb.cluster.notices import LineBreaks
 from guava_nb.cluster.payload_bounds import PayloadBounds
 from guava_nb.cluster.program_ranks import Programs
 from guava_nb.cluster.report_checks import first_invalid_energy
@@ -106,7 +107,7 @@ class Cluster:
         self.output = output
         self.notice = on_run_notice or on_notice
         self.tell, self._record = on_notice, record
-        self._programs = Programs(on_notice)
+        self._programs, self._breaks = Programs(on_notice), LineBreaks()
         self.greetings: tuple[Message, ...] = ()
         self._told_invalid: set[tuple[int, str]] = set()
         self.expelled: set[int] = set()
@@ -260,12 +261,11 @@ class Cluster:
             self.tell(f"{member.name}: {cause}")
 
     def _on_session_change(self, rank: int, event: Event) -> None:
-        name = self.roster.members[rank].name
+        name, now = self.roster.members[rank].name, time.monotonic()
         if isinstance(event, SessionSuspect) and self.roster.suspect(rank, str(event.cause)):
-            then = "its work goes to others" if self.roster.ready() else "nobody else is here, so its work waits for it"
-            self._announce(Suspected(rank), f"{name}: connection broke ({event.cause}); {then}")
+            self._announce(Suspected(rank), self._breaks.broke(rank, name, event.cause, bool(self.roster.ready()), now))
         elif isinstance(event, SessionResumed) and self.roster.resume(rank):
-            self._announce(Resumed(rank), f"{name}: connection is back")
+            self._announce(Resumed(rank), self._breaks.back(rank, name, now))
         elif isinstance(event, SessionClosed):
             move = self.roster.leave if event.by_peer else self.roster.lose
             self._end(rank, move, str(event.cause), f"{'left' if event.by_peer else 'was lost'}: {event.cause}")
@@ -285,7 +285,8 @@ class Cluster:
             self._close_aside(session, detail)
 
     def _announce(self, event: JobEvent, sentence: str) -> None:
-        self.tell(sentence)
+        if sentence:
+            self.tell(sentence)
         self._post(event)
 
     def _post(self, event: JobEvent) -> None:

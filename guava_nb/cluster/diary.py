@@ -20,12 +20,15 @@ class Diary:
 
     Args:
         path: gives the file, None where nothing is to be written now.
-        session: begins what is written of this session.
+        session: its name, which begins what is written of it.
+
+    Attributes:
+        session: as above.
     """
 
     def __init__(self, path: Callable[[], Path | None], session: str) -> None:
         """Write nothing yet."""
-        self._path, self._session = path, session
+        self._path, self.session = path, session
         self._access = threading.Lock()
         self._began: Path | None = None
 
@@ -39,7 +42,7 @@ class Diary:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if path.exists() and path.stat().st_size > _MOST_BYTES:
                 path.replace(path.with_name(f"{path.name}.1"))
-            head = "" if self._began == path else f"-- session {self._session}\n"
+            head = "" if self._began == path else f"-- session {self.session}\n"
             self._began = path
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as file:
                 file.write(head + line)

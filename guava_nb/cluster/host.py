@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import secrets
+import sys
 import tempfile
+import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +35,7 @@ from guava_nb.link.options import link_options
 from guava_nb.link.tunnel_keeper import TunnelKeeper, asked_here, bind_for
 from guava_nb.processes.interrupts import interrupts_wait
 from guava_nb.processes.launcher import WorkerHandle, close_all, expect_workers, launch
+from guava_nb.processes.old_logs import forget_old
 from guava_nb.processes.placement import allowed_cores, describe, place, visible_gpus
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.status import Status
@@ -65,6 +70,7 @@ class SessionHost(CodeOnWorkers):
         """Check the settings; nothing is started before `open`."""
         self.config = (config or DistributedConfig()).replace(**overrides)
         self.config.validate()
+        self._process = os.getpid()  # a copy in a forked process is not the session
         self._local: list[WorkerHandle] = []
         self._dialled = DialledWorkers()
         self._listener: Listener | None = None
@@ -141,6 +147,7 @@ class SessionHost(CodeOnWorkers):
 
     def _have_cluster(self) -> Cluster:
         if self._cluster is None:
+            forget_old(self.log_folder.parent.glob("guava_nb-session-*"))
             self._cluster = self._new_cluster()
             self._notices.listen()
         return self._cluster
@@ -202,9 +209,10 @@ class SessionHost(CodeOnWorkers):
 
     def _lead_through(self, way: Tunnel) -> None:
         assert self._listener is not None
+        me, notices = weakref.ref(self), self._notices
         keeper = self._keeper or TunnelKeeper(
-            self._listener, lambda sentence: self._notices.replace(sentence, "tunnel"), self.config.rejoin_timeout_s,
-            lambda code: self._on_code(code),
+            self._listener, lambda sentence: notices.replace(sentence, "tunnel"), self.config.rejoin_timeout_s,
+            lambda code: None if (host := me()) is None else host._on_code(code),
         )  # fmt: skip
         keeper.use(way)
         self._keeper = keeper
@@ -290,9 +298,19 @@ class SessionHost(CodeOnWorkers):
         self.config = changed
 
     def close(self) -> None:
-        """Stop the run, say goodbye to all workers, free the port. Safe to call twice; an interrupt waits for its end."""
+        """Stop the run, say goodbye to all workers, free the port. Safe to call twice; an interrupt waits for its end.
+
+        In a forked process it does nothing: the session belongs to the process that opened it.
+        """
+        if self._is_copy:
+            return
         with interrupts_wait():
             self._close()
+
+    @property
+    def _is_copy(self) -> bool:
+        """Whether this process was forked from that of the session: its threads and connections are there only."""
+        return os.getpid() != self._process
 
     def _close(self) -> None:
         self._dialled.close("the orchestrator closed the session")
@@ -313,6 +331,14 @@ class SessionHost(CodeOnWorkers):
         # Python looks for cycles when many objects were made, and a session is few objects with many bytes: models,
         # receive buffers. Those of earlier sessions would stay for long.
         gc.collect()
+
+    def __del__(self) -> None:
+        """Close a session that nobody refers to any more, as a file is; aside, because any thread may come by here."""
+        if getattr(self, "_cluster", None) is None or self._is_copy or sys.is_finalizing():
+            return
+        warnings.warn(f"the session {self.diary.session} was dropped without close()", ResourceWarning, stacklevel=2)
+        with contextlib.suppress(RuntimeError):  # the program ends, and takes all with it
+            threading.Thread(target=self._close, name="guava-close-dropped").start()
 
     def status(self) -> Status | None:
         """Return what `guava status` shows of it; None: nothing."""

@@ -7,15 +7,53 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
-__all__ = ["Notices"]
+__all__ = ["LineBreaks", "Notices"]
 
 #: Sentences kept; older ones are forgotten.
 KEPT = 100
 #: Characters of a sentence that are kept: names and reasons in it may come from a worker.
 MOST_CHARS = 10_000
+#: A line that broke so many times in so many seconds is told as a line that breaks often, once in as many.
+OFTEN, OFTEN_S = 4, 120.0
+
+
+class LineBreaks:
+    """Tells a line that breaks often from one that broke: the first is said once, not at each break. Pure.
+
+    A proxy that ends connections after half a minute, or a phone, would fill the list of notices and say nothing in it.
+    """
+
+    def __init__(self) -> None:
+        """No line broke."""
+        self._at: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=1000))
+        self._told_at: dict[int, float] = {}
+
+    def broke(self, rank: int, name: str, cause: object, are_others: bool, now: float) -> str:
+        """Return what to say of a connection that broke, "" for nothing; `now` in monotonic seconds."""
+        then = "its work goes to others" if are_others else "nobody else is here, so its work waits for it"
+        breaks = self._at[rank]
+        breaks.append(now)
+        while breaks[0] < now - OFTEN_S:
+            breaks.popleft()
+        if len(breaks) < OFTEN:
+            return f"{name}: connection broke ({cause}); {then}"
+        if now - self._told_at.get(rank, float("-inf")) < OFTEN_S:
+            return ""
+        self._told_at[rank] = now
+        return (
+            f"{name}: its connection broke {len(breaks)} times in {now - breaks[0]:.0f} s, the last time: {cause}. It "
+            "comes back each time and goes on within messages, so work goes on, slowly. Something on the way ends connections "
+            "(a proxy, a phone, a VPN): another network or another --tunnel may help"
+        )
+
+    def back(self, rank: int, name: str, now: float) -> str:
+        """Return what to say of a connection that is back, "" for nothing."""
+        breaks = self._at[rank]
+        often = len(breaks) >= OFTEN and breaks[-OFTEN] > now - OFTEN_S
+        return "" if often else f"{name}: connection is back"
 
 
 class Notices(logging.Handler):

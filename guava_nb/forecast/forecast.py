@@ -22,6 +22,8 @@ __all__ = ["Feeding", "Forecast", "Parts", "Saving", "seconds_for"]
 _ROWS_OF_EPOCHS = 4  # more different ones are summed up
 #: Bytes a second of the lines that are named where none was measured.
 _USUAL_LINES = ((1_250_000, "10 Mbit/s"), (12_500_000, "100 Mbit/s"))
+#: Epochs of a run that are counted one by one: each takes some microseconds, whenever a run begins.
+_COUNTED_EPOCHS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +155,16 @@ class Parts:
         return tuple(epoch for number in range(len(self.epochs)) if (epoch := self.epoch(number)) is not None)
 
     def run(self) -> Traffic | None:
-        """What all of it takes; None where nobody knows how long an epoch is."""
-        epochs = self.every_epoch()
-        return sum(epochs, self.start + self.end()) if len(epochs) == len(self.epochs) else None
+        """What all of it takes; None where nobody knows how long an epoch is.
+
+        Of a run of very many epochs, as one that is to be stopped by hand, those after the first ones count as the last of them.
+        """
+        first = [self.epoch(number) for number in range(min(len(self.epochs), _COUNTED_EPOCHS))]
+        known = [epoch for epoch in first if epoch is not None]
+        if len(known) < len(first):
+            return None
+        more = len(self.epochs) - len(known)
+        return sum(known, self.start + self.end()) + (known[-1] * more if more else NOTHING)
 
 
 @dataclass(frozen=True, slots=True)

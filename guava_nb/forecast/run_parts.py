@@ -114,7 +114,9 @@ def _step_checks(run: RunFacts) -> Traffic:
     answer = run.back(messages.StepChecked, finding=finding)
     is_known = found_before(run.replica_set, digest_of(run.replica_set, first.batch, weights), run.plan.feed.data_set)
     steps = run.plan.steps_left(run.replica_set.step)
-    whole = (is_known is None) + sum(map(is_looked_at_whole, range(1, 4096 if steps is None else steps)))
+    # Only powers of 4 are, and a run may have millions of steps.
+    looked = (4**k - 1 for k in range(1, 32) if 4**k - 1 < (4096 if steps is None else steps))
+    whole = (is_known is None) + sum(map(is_looked_at_whole, looked))
     asked = [(few, True, later_checks(steps) + (is_known is None))]
     asked += [(first.rows, False, whole)] if question.is_cut_finer(few) else []
     total = NOTHING

@@ -21,7 +21,7 @@ from guava_nb.errors import GuavaError, JoinRefused, LinkBroken, LinkClosed, Lin
 from guava_nb.link.adaptive_compression import Frame
 from guava_nb.link.lane import Lane
 from guava_nb.link.options import LinkOptions
-from guava_nb.protocol.framing import CHUNK_BYTES, Arrived, Decoder, OutgoingMessage
+from guava_nb.protocol.framing import CHUNK_BYTES, Arrived, Decoder, Incoming, OutgoingMessage
 from guava_nb.protocol.messages import Ack, Channel, Goodbye, Message, Ping, Pong, Refused
 from guava_nb.protocol.state import Event, Role, State, advance, received, sent
 from guava_nb.transport.stream import Buffer, Stream
@@ -35,6 +35,7 @@ _BATCH_BYTES = 64 << 10  # small frames are sent together up to here
 _TIMED_BYTES = 32 << 10  # messages from this size on tell the rate of the line
 _ROUND_TRIP_WEIGHT = 0.25
 _JOIN_S = 10.0
+_READ_OUT_S = 2.0  # for a reader that was woken; it may be telling an owner, who has to be quick
 _HEARTBEATS = frozenset({Ping, Pong})
 
 
@@ -89,6 +90,7 @@ class Connection:
         self._open: list[_Frames] = []  # long messages under way, the most urgent last
         self._farewell: Goodbye | None = None
         self._started = self._sending = self._aborted = False
+        self._read_out = threading.Event()
         self._last_sent = time.monotonic() - options.heartbeat_s  # the first Ping goes at once and measures
         names = f"{lane.name}-{stream.peer}"
         self._reader = threading.Thread(target=self._read, name=f"guava-read-{names}", daemon=True)
@@ -144,6 +146,13 @@ class Connection:
             if thread.is_alive():
                 return False
         return True
+
+    def begun(self) -> dict[int, Incoming]:
+        """Messages of which a part came, by channel, for the next connection; this one was aborted, or its reader asks.
+
+        Nothing, if its reader does not come to its end: then it might still write to their memory.
+        """
+        return self._decoder.let_go() if not self._started or self._read_out.wait(_READ_OUT_S) else {}
 
     # ---------------------------------------------------------------------- sending; the caller holds the lane's lock
 
@@ -252,7 +261,7 @@ class Connection:
                             fresh.sequence,
                             time.monotonic(),
                             self._lane.delivery.position,
-                            fresh.total_bytes,
+                            fresh.total_bytes - fresh.begun_bytes,
                         )
                     return fresh.counted_as, next(fresh.frames())
                 self._open.append(_Frames(fresh, self._lane.delivery.position))
@@ -319,6 +328,7 @@ class Connection:
             error = LocalProtocolError(f"a bug in the reader of {self.peer}: {problem!r}")
             error.__cause__ = problem
             self.abort(error)
+        self._read_out.set()
         with self._lane.lock:
             self._aborted = True  # also where the peer said goodbye: the writer ends
             self._changed.notify_all()

@@ -116,7 +116,7 @@ class DialledSession(Session):
     def _attach(self, name: str, until: float) -> Attachment:
         """Open and adopt one connection."""
         lane = self._lanes[name]
-        received = self.fence(name)
+        received, begun = self.fence(name)
         lane.incarnation += 1
         mine = self.progress
         record = Attach(
@@ -129,8 +129,9 @@ class DialledSession(Session):
             last_step=mine.last_step,
             last_kind=mine.last_kind,
             codecs=offered(self._options.compression),
+            begun={channel: one.received_bytes for channel, one in begun.items()},
         )
-        made = attach(self._code, record, self._options, max(0.05, until - time.monotonic()))
+        made = attach(self._code, record, self._options, max(0.05, until - time.monotonic()), begun)
         self._outage_s = min(made.attached.outage_s, _LONGEST_OUTAGE_S)
         try:
             self.adopt(name, made.stream, made.decoder, made.attached, made.early)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from guava_nb.errors import GuavaError, JoinRefused, LinkBroken, LinkTimeout, RemoteProtocolError
 from guava_nb.link.options import LinkOptions
-from guava_nb.protocol.framing import Arrived, Decoder, OutgoingMessage
+from guava_nb.protocol.framing import Arrived, Decoder, Incoming, OutgoingMessage
 from guava_nb.protocol.handshake_proof import DiallerProof, ListenerProof
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Attach, Attached, Channel, Message, Refused
@@ -139,6 +139,7 @@ def attach(
     record: Attach,
     options: LinkOptions,
     timeout_s: float,
+    begun: Mapping[int, Incoming] | None = None,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Attachment:
     """Open one connection to a listener, from the socket to `Attached`.
@@ -148,6 +149,7 @@ def attach(
         record: what to say.
         options: sizes.
         timeout_s: seconds for all of it.
+        begun: messages of the session that came in part, by channel; the listener may go on with them at once.
         on_step: hears what begins, so that a failure can be placed: "tcp", "gateway" (the operator's TLS), "websocket",
             "tls" (ours, with the fingerprint), "secret", "attach".
 
@@ -165,17 +167,25 @@ def attach(
         on_step("secret")
         prove(stream, DiallerProof(code.secret, code.fingerprint), deadline)
         on_step("attach")
-        return _ask(stream, code, record, options, deadline)
+        return _ask(stream, code, record, options, deadline, begun or {})
     except BaseException:
         stream.close()
         raise
 
 
-def _ask(stream: Stream, code: JoinCode, record: Attach, options: LinkOptions, deadline: Deadline) -> Attachment:
+def _ask(
+    stream: Stream,
+    code: JoinCode,
+    record: Attach,
+    options: LinkOptions,
+    deadline: Deadline,
+    begun: Mapping[int, Incoming],
+) -> Attachment:
     state = advance(State.PROVING, Role.DIALLER, Event.PROVED)
     send_record(stream, record)
     state = advance(state, Role.DIALLER, sent(Attach))
     decoder = Decoder(options.limits(record.session_id, bool(record.codecs)), SHARED_MEMORY)
+    decoder.carry(begun)
     answer, early = receive_record(stream, decoder, deadline)
     advance(state, Role.DIALLER, received(type(answer.message)))
     if isinstance(answer.message, Refused):

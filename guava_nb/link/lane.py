@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from guava_nb.link.adaptive_compression import AdaptiveCompression, Frame
 from guava_nb.link.rate import Delivery, RateMeter
-from guava_nb.protocol.framing import Arrived
+from guava_nb.protocol.framing import Arrived, Incoming
 from guava_nb.protocol.messages import CONTROL_CHANNELS, Ack, Channel, Goodbye
 from guava_nb.protocol.resume import Inbox, Outbox
 from guava_nb.transport.stream import Buffer
@@ -82,6 +82,7 @@ class Lane(Generic[C]):
         lost_at: when it broke (monotonic seconds); None while it stands or before it first stood.
         incarnation: number of its newest connection, from 0; -1 before the first.
         goodbye: the peer's last word on it.
+        begun: messages of which the broken connection brought a part, by channel; the next one goes on with them.
         round_trip_s: smoothed, from Ping to Pong; None before the first.
         vouched_until: until then a silent peer is not taken for gone, because another process sees that it is there.
         acks_due_at: when acknowledgements held back must go; None when there are none.
@@ -99,6 +100,7 @@ class Lane(Generic[C]):
         self.lost_at: float | None = None
         self.incarnation = -1
         self.goodbye: Goodbye | None = None
+        self.begun: dict[int, Incoming] = {}
         self.round_trip_s: float | None = None
         self.vouched_until = float("-inf")
         self.acks_due_at: float | None = None

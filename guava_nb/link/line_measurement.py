@@ -197,7 +197,7 @@ def measure_line(
     visitor = Attach(
         session_id=bytes(16), identity=secrets.token_bytes(32), purpose=MEASURE, incarnation=0, received={}
     )
-    made = attach(code, visitor, options, options.connect_timeout_s, on_step)
+    made = attach(code, visitor, options, options.connect_timeout_s, on_step=on_step)
     on_step("line")
     with _ended_in_time(made.stream):
         talk = _Talk(made.stream, made.decoder, Deadline(_VISIT_S, "finish measuring", code.address), made.early)

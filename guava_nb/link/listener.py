@@ -37,7 +37,7 @@ from guava_nb.link.session import Session
 from guava_nb.link.session_events import Event, VisitArrived
 from guava_nb.link.unauthenticated import Unauthenticated
 from guava_nb.link.wheel_desk import WheelDesk
-from guava_nb.protocol.framing import Decoder, Limits
+from guava_nb.protocol.framing import Decoder, Incoming, Limits
 from guava_nb.protocol.handshake_proof import ListenerProof
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Attach, Attached, Goodbye, Vitals
@@ -338,8 +338,10 @@ class Listener:
         if session is None:
             session = self._new_session(attach, stream.peer)
         with session.attaching:
-            send_record(stream, self._answer(session, attach.purpose))
+            received_here, begun = session.fence(attach.purpose)
+            send_record(stream, self._answer(session, received_here, begun))
             decoder.limits = self._options.limits(attach.session_id, bool(offered(self._options.compression)))
+            decoder.carry(begun)
             session.adopt(attach.purpose, stream, decoder, attach)
         self._wake()  # one that came back ends an outage for all
         if session.state == "joining" and session.whole:
@@ -353,8 +355,8 @@ class Listener:
         self._wake()  # its patience has to be watched
         return session
 
-    def _answer(self, session: ListenedSession, lane: str) -> Attached:
-        received_here, mine = session.fence(lane), session.progress
+    def _answer(self, session: ListenedSession, received_here: dict[int, int], begun: dict[int, Incoming]) -> Attached:
+        mine = session.progress
         resumed = session.state != "joining" or session.seen_before
         return Attached(
             resumed=resumed,
@@ -364,6 +366,7 @@ class Listener:
             last_kind=mine.last_kind,
             codecs=offered(self._options.compression),
             outage_s=self.patience.outage_s,
+            begun={channel: one.received_bytes for channel, one in begun.items()},
         )
 
     def _open(self, session: ListenedSession) -> None:

@@ -27,7 +27,7 @@ from guava_nb.link.session_events import (
     SessionSuspect,
 )
 from guava_nb.protocol.compression import CODECS
-from guava_nb.protocol.framing import Arrived, Decoder
+from guava_nb.protocol.framing import Arrived, Decoder, Incoming
 from guava_nb.protocol.messages import Attach, Attached, Channel, Goodbye, Message
 from guava_nb.protocol.state import Role
 from guava_nb.transport.stream import Stream
@@ -202,6 +202,7 @@ class Session:
                 with lane.lock:
                     lane.connection = None
                     lane.outbox.let_go()  # its owner may keep the session, for its figures
+                lane.begun = {}
             self._forget()
             if was_open:
                 self._tell(SessionClosed(self, cause, by_peer))
@@ -211,11 +212,12 @@ class Session:
             connection.abort(LinkClosed(f"the session with {self.peer_address} is over"))
         self._wake()
 
-    def fence(self, name: str) -> dict[int, int]:
+    def fence(self, name: str) -> tuple[dict[int, int], dict[int, Incoming]]:
         """Take a lane from its connection: nothing of that one is accepted any more.
 
         Returns:
-            What the lane has received, for `Attach` or `Attached`.
+            What the lane has received, for `Attach` or `Attached`, and what came of the message after it, by channel: for
+            the decoder of the next connection.
         """
         lane = self._lanes[name]
         with self._events:
@@ -226,7 +228,10 @@ class Session:
                 cause = LinkBroken(f"a newer {name} connection of the same session took over")
                 self._lose(lane, cause)
                 old.abort(cause)
-        return received
+        begun = lane.begun if old is None else old.begun()
+        # What came whole after the lane was taken from its connection was dropped, so what follows it is not the next.
+        lane.begun = {c: one for c, one in begun.items() if one.header.sequence == received.get(c, 0) + 1}
+        return received, lane.begun
 
     def adopt(
         self, name: str, stream: Stream, decoder: Decoder, peer: Attach | Attached, early: Iterable[Arrived] = ()
@@ -323,9 +328,9 @@ class Session:
 
     def _install(self, lane: Lane[Connection], connection: Connection, peer: Attach | Attached) -> None:
         with lane.lock:
-            lane.outbox.resume(peer.received)
+            lane.outbox.resume(peer.received, peer.begun)
             lane.reads_compressed = bool(set(peer.codecs) & set(CODECS))
-            lane.connection = connection
+            lane.connection, lane.begun = connection, {}
             lane.lost_at = lane.acks_due_at = None
             for ack in lane.inbox.resume():
                 connection.queue(ack)
@@ -349,6 +354,7 @@ class Session:
                 return
             if connection.goodbye is not None:
                 lane.goodbye = connection.goodbye
+            lane.begun = connection.begun()
             self._lose(lane, connection.cause)
             farewell = next((other.goodbye for other in self._lanes.values() if other.goodbye is not None), None)
             if self._closing:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,13 @@ class Orchestrator(Generating, SessionHost):
 
     def _new_cluster(self) -> Cluster:
         cluster = super()._new_cluster()
-        cluster.on_idle_leave = lambda rank: take_over(self._replica_sets.held_by_workers, cluster, rank)
+        me = weakref.ref(self)  # the cluster's thread shall not hold this
+
+        def on_idle_leave(rank: int) -> None:
+            here = me()
+            take_over(None if here is None else here._replica_sets.held_by_workers, cluster, rank)
+
+        cluster.on_idle_leave = on_idle_leave
         return cluster
 
     def close(self) -> None:
@@ -103,6 +110,8 @@ class Orchestrator(Generating, SessionHost):
 
         An interrupt gives the state up that is waited for; what is lost so is told. Then it waits for the end of the rest.
         """
+        if self._is_copy:
+            return
         is_idle, left = self.run is None or self.run.done, self._replica_sets.left
         if self._cluster is not None and is_idle and (lost := left.bring_home(self._cluster, self._patience_s)):
             self._notices.add(lost)

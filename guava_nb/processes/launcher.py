@@ -29,6 +29,7 @@ from guava_nb.errors import GuavaError, JoinCodeError
 from guava_nb.link.dialler import visit
 from guava_nb.link.options import LinkOptions, link_options
 from guava_nb.processes.nursery import ForkedProcess, begin_nursery, find_nursery
+from guava_nb.processes.old_logs import forget_old
 from guava_nb.processes.pipe import (
     EXIT_AGAIN,
     EXIT_LOST,
@@ -419,5 +420,6 @@ def launch(
     path = None
     if log_folder is not None:
         safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name or device)
+        forget_old(log_folder.glob("worker-*.log"))
         path = log_folder / f"worker-{safe}-{time.strftime('%Y%m%d-%H%M%S')}.log"
     return WorkerHandle(code, device, name, threads, path, config)

@@ -1,12 +1,13 @@
 """Bytes of one connection to messages, received where they stay.
 
-Knows frames and their order on one connection; knows nothing of sockets, threads, or the session's other connections.
+Knows frames and their order on one connection; knows nothing of sockets, threads, or the session's other connections. What
+the connection before brought of a message is handed from one decoder to the next.
 The owner of the stream asks `get_buffer` where the next bytes shall go, fills some of it, and tells `buffer_updated`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -26,7 +27,7 @@ from guava_nb.protocol.messages import MESSAGE_KINDS, Channel, Message
 from guava_nb.protocol.payload import PayloadMemory
 from guava_nb.protocol.tensor_bounds import check_tensors
 
-__all__ = ["Arrived", "Decoder"]
+__all__ = ["Arrived", "Decoder", "Incoming"]
 
 _STAGING_BYTES = 64 << 10
 # Below this, one receive call into the staging area that also brings the next frame is cheaper than saving the copy.
@@ -54,10 +55,15 @@ class Arrived(msgspec.Struct, frozen=True):
     wire_bytes: int
 
 
-class _Incoming:
-    """A message of which not everything has come."""
+class Incoming:
+    """A message of which not everything has come.
 
-    __slots__ = ("header", "message", "packed", "payload", "received_bytes", "wire_bytes")
+    Attributes:
+        header: of its first frame.
+        received_bytes: of its payload, from the first on.
+    """
+
+    __slots__ = ("carried", "header", "message", "packed", "payload", "received_bytes", "wire_bytes")
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -66,6 +72,7 @@ class _Incoming:
         self.received_bytes = 0
         self.wire_bytes = header.record_bytes
         self.packed = False  # whether the chunk at hand is compressed
+        self.carried = False  # whether it came over an earlier connection, and the peer has not gone on with it yet
 
     @property
     def left_bytes(self) -> int:
@@ -127,13 +134,33 @@ class Decoder:
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._start = self._end = 0  # the unread part of the staging area
         self._given, self._direct = 0, False  # length of the buffer given last, and whether it was the target
-        self._incoming: _Incoming | None = None  # message of the frame at hand; None while its header is awaited
+        self._incoming: Incoming | None = None  # message of the frame at hand; None while its header is awaited
         self._wanted, self._filled = HEADER_BYTES, 0  # bytes that complete this stage, and those already in the target
         self._target: memoryview | None = None  # where this stage's bytes are gathered, when not in the staging area
-        self._open: list[_Incoming | None] = [None] * len(CHANNELS)  # messages with more frames to come
+        self._open: list[Incoming | None] = [None] * len(CHANNELS)  # messages with more frames to come
         self._last = [0] * len(CHANNELS)  # last sequence per channel; 0 before the first
         self._packed: memoryview | None = None  # where compressed chunks are gathered, once there was one
         self._streaming = False  # a long payload is open: read no further than this stage and save the copy
+
+    def carry(self, begun: Mapping[int, Incoming]) -> None:
+        """Let the peer go on with messages that earlier connections brought in part, by channel; or begin them anew."""
+        for channel, incoming in begun.items():
+            incoming.carried = True
+            self._open[channel] = incoming
+        self._streaming = self._has_long_payload()
+
+    def let_go(self) -> dict[int, Incoming]:
+        """Give up what is not whole, by channel, for the decoder of the next connection; nothing more is received here."""
+        begun = {channel: incoming for channel, incoming in enumerate(self._open) if incoming is not None}
+        at_hand = self._incoming
+        if at_hand is not None and at_hand.message is not None:
+            at_hand.wire_bytes -= self._wanted - self._filled
+            if not at_hand.packed and self._target is not None:
+                at_hand.received_bytes += self._filled
+                begun[at_hand.header.channel] = at_hand
+        self._incoming = self._target = None
+        self._open = [None] * len(CHANNELS)
+        return {channel: incoming for channel, incoming in begun.items() if incoming.received_bytes}
 
     @property
     def unfinished(self) -> bool:
@@ -239,13 +266,16 @@ class Decoder:
             return
         if header.sequence:
             self._take_sequence(header)
-        self._incoming = _Incoming(header)
+        self._incoming = Incoming(header)
         fits = header.record_bytes <= _STAGING_BYTES
         self._expect(header.record_bytes, None if fits else memoryview(bytearray(header.record_bytes)))
 
     def _take_sequence(self, header: Header) -> None:
         channel = header.channel
-        if self._open[channel] is not None:
+        begun = self._open[channel]
+        if begun is not None and begun.carried:
+            self._open[channel] = None  # the peer begins it anew
+        elif begun is not None:
             raise RemoteProtocolError(f"the peer began a message on {CHANNELS[channel].name} inside another one")
         last = self._last[channel]
         if last and header.sequence != last + 1:
@@ -262,10 +292,13 @@ class Decoder:
         first = incoming.header
         if header.sequence != first.sequence or header.payload_bytes != first.payload_bytes:
             raise RemoteProtocolError(f"the peer went on with another message than {first.sequence} on {name}")
+        if incoming.carried:
+            incoming.carried = False
+            self._last[header.channel] = header.sequence
         self._incoming = incoming
         self._expect_chunk(incoming, header)
 
-    def _expect_chunk(self, incoming: _Incoming, header: Header) -> None:
+    def _expect_chunk(self, incoming: Incoming, header: Header) -> None:
         chunk_bytes = header.chunk_bytes
         if chunk_bytes > incoming.left_bytes:
             raise RemoteProtocolError(
@@ -281,7 +314,7 @@ class Decoder:
         payload = incoming.payload[start : start + chunk_bytes]
         self._expect(chunk_bytes, payload if isinstance(payload, memoryview) else None)
 
-    def _chunk_bytes(self, incoming: _Incoming) -> int:
+    def _chunk_bytes(self, incoming: Incoming) -> int:
         """How far a chunk that is whole brings the payload."""
         if not incoming.packed:
             return self._wanted
@@ -290,7 +323,7 @@ class Decoder:
         target = incoming.payload[start : start + CHUNK_BYTES]
         return decompress_into(self._packed[: self._wanted], target)
 
-    def _record_came(self, incoming: _Incoming) -> None:
+    def _record_came(self, incoming: Incoming) -> None:
         header = incoming.header
         record = self._target
         if record is None:
@@ -324,7 +357,7 @@ class Decoder:
         except MemoryError as error:
             raise FrameTooLarge(f"this machine has no memory for a payload of {num_bytes} bytes") from error
 
-    def _frame_came(self, incoming: _Incoming, arrived: list[Arrived]) -> None:
+    def _frame_came(self, incoming: Incoming, arrived: list[Arrived]) -> None:
         self._incoming = None
         self._expect(HEADER_BYTES)
         if incoming.left_bytes:
@@ -332,11 +365,14 @@ class Decoder:
         header, message, payload = incoming.header, incoming.message, incoming.payload
         if self._open[header.channel] is incoming:
             self._open[header.channel] = None
-            self._streaming = any(other and other.left_bytes >= _STAGING_BYTES for other in self._open)
+            self._streaming = self._has_long_payload()
         assert message is not None
         total_bytes = HEADER_BYTES + header.record_bytes + header.payload_bytes
         channel = CHANNELS[header.channel]
         arrived.append(Arrived(message, channel, header.sequence, payload, total_bytes, incoming.wire_bytes))
+
+    def _has_long_payload(self) -> bool:
+        return any(incoming is not None and incoming.left_bytes >= _STAGING_BYTES for incoming in self._open)
 
     def _fail(self, error: RemoteProtocolError) -> None:
         self.error = error

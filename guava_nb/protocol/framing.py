@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from guava_nb.errors import LocalProtocolError, RemoteProtocolError
-from guava_nb.protocol.decoder import Arrived, Decoder
+from guava_nb.protocol.decoder import Arrived, Decoder, Incoming
 from guava_nb.protocol.header import (
     CHUNK_BYTES,
     COMPRESSED,
@@ -36,6 +36,7 @@ __all__ = [
     "WIRE_VERSION",
     "Arrived",
     "Decoder",
+    "Incoming",
     "Limits",
     "OutgoingMessage",
     "check_tensors",
@@ -58,9 +59,20 @@ class OutgoingMessage:
         sequence: number on its channel from 1; 0 for the records in `UNSEQUENCED`.
         payload_bytes: bytes of all buffers together.
         total_bytes: one header, record and payload: what it counts against the window, however it is cut.
+        begun_bytes: payload bytes that the peer holds, from a connection that broke; fewer than all. The record came before them.
     """
 
-    __slots__ = ("_buffers", "_kind", "_record", "channel", "message", "payload_bytes", "sequence", "total_bytes")
+    __slots__ = (
+        "_buffers",
+        "_kind",
+        "_record",
+        "begun_bytes",
+        "channel",
+        "message",
+        "payload_bytes",
+        "sequence",
+        "total_bytes",
+    )
 
     def __init__(self, message: Message, channel: Channel, sequence: int, buffers: Sequence[memoryview] = ()) -> None:
         """Encode the record and check what any receiver will check.
@@ -88,6 +100,7 @@ class OutgoingMessage:
         self.payload_bytes = sum(buffer.nbytes for buffer in self._buffers)
         self._record = _encode(message, self.payload_bytes)
         self.total_bytes = HEADER_BYTES + len(self._record) + self.payload_bytes
+        self.begun_bytes = 0
 
     @property
     def counted_as(self) -> Channel:
@@ -97,7 +110,7 @@ class OutgoingMessage:
         return counted_as(self.message, self.payload_bytes)
 
     def frames(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[memoryview | bytes]]:
-        """Cut the message into frames, from its start, as often as asked.
+        """Cut what the peer does not hold of the message into frames, as often as asked.
 
         Args:
             chunk_bytes: payload bytes per frame, 1 to `CHUNK_BYTES`; fewer suit a slow link.
@@ -105,12 +118,13 @@ class OutgoingMessage:
         Yields:
             One list of buffers per frame, in the order to be sent; the first holds the header.
         """
-        kind, record = self._kind, self._record
-        left = self.payload_bytes
+        kind, record = (CONTINUATION, b"") if self.begun_bytes else (self._kind, self._record)
+        left = self.payload_bytes - self.begun_bytes
+        buffers = _behind(self._buffers, self.begun_bytes)
         if left <= chunk_bytes:
-            yield [self._header(kind, len(record), left) + record, *self._buffers]
+            yield [self._header(kind, len(record), left) + record, *buffers]
             return
-        for piece in _cut(self._buffers, chunk_bytes):
+        for piece in _cut(buffers, chunk_bytes):
             size = min(chunk_bytes, left)
             left -= size
             yield [self._header(kind, len(record), size) + record, *piece]
@@ -162,6 +176,16 @@ def _encode(message: Message, payload_bytes: int) -> bytes:
             f"{name} takes {len(record)} bytes as a record; at most {_MAX_RECORD_BYTES} may travel"
         )
     return record
+
+
+def _behind(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """The concatenation of buffers without its first bytes."""
+    rest = []
+    for buffer in buffers:
+        if buffer.nbytes > num_bytes:
+            rest.append(buffer[num_bytes:])
+        num_bytes = max(0, num_bytes - buffer.nbytes)
+    return rest
 
 
 def _cut(buffers: Sequence[memoryview], chunk_bytes: int) -> Iterator[list[memoryview]]:

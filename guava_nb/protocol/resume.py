@@ -64,8 +64,8 @@ class _SendQueue:
         self.waiting_bytes -= spared_bytes
         return spared_bytes
 
-    def put_back(self, received: int) -> int:
-        """Returns the bytes that wait again."""
+    def put_back(self, received: int, begun_bytes: int) -> int:
+        """Returns the bytes that wait again; of the first message the peer has `begun_bytes`."""
         again_bytes = 0
         self.held = received
         # What an Ack over the other connection named meanwhile is not among `sent` any more.
@@ -78,7 +78,18 @@ class _SendQueue:
         self.waiting_bytes += again_bytes
         # The peer holds the rest: their bytes stay in the window, their buffers can go.
         self.sent = deque((sequence, size, None) for sequence, size, _ in self.sent)
+        if self.waiting and self.waiting[0].sequence == received + 1:
+            self.waiting[0].begun_bytes = begun_bytes
         return again_bytes
+
+    def check_begun(self, received: int, begun_bytes: int) -> bool:
+        """Whether so many payload bytes of the message after `received` can have come; one consumed by now is not judged."""
+        if begun_bytes < 0 or (begun_bytes and received >= self.sent_up_to):
+            return False
+        queued = (message for message in (*(sent[2] for sent in self.sent), *self.waiting) if message is not None)
+        return all(
+            message.sequence != received + 1 or begun_bytes < max(1, message.payload_bytes) for message in queued
+        )
 
     def let_go(self) -> None:
         """Keep the numbers, which a late Ack is judged by, and no message."""
@@ -149,16 +160,18 @@ class Outbox:
         queue = self._queue(channel, sequence, "acknowledged")
         self._waiting_bytes -= queue.forget_consumed(sequence)
 
-    def resume(self, received: Mapping[int, int]) -> None:
+    def resume(self, received: Mapping[int, int], begun: Mapping[int, int] | None = None) -> None:
         """A new connection stands: put back in order, before all that waits, what the peer has not received whole.
 
         Args:
             received: highest sequence received whole per channel, as the peer told; 0 for a channel it does not name.
+            begun: payload bytes that it holds of the next one, per channel; that message goes on behind them.
 
         Raises:
-            RemoteProtocolError: no such channel, a sequence that was never sent, or less than the peer said it had when
-                the session was resumed before; nothing was changed then.
+            RemoteProtocolError: no such channel, a sequence or bytes that were never sent, or less than the peer said it had
+                when the session was resumed before; nothing was changed then.
         """
+        begun = begun or {}
         for channel, sequence in received.items():
             self._queue(channel, sequence, "received")
         for number, queue in self._queues.items():
@@ -167,8 +180,15 @@ class Outbox:
                     f"the peer lost messages: it received {received.get(number, 0)} on {Channel(number).name}, "
                     f"but had {queue.held} before; this session cannot be resumed"
                 )
+        for channel, begun_bytes in begun.items():
+            sequence = received.get(channel, 0)
+            if not self._queue(channel, sequence, "received").check_begun(sequence, begun_bytes):
+                raise RemoteProtocolError(
+                    f"the peer received {begun_bytes} bytes of message {sequence + 1} on {Channel(channel).name}, "
+                    "which were never sent"
+                )
         for number, queue in self._queues.items():
-            self._waiting_bytes += queue.put_back(received.get(number, 0))
+            self._waiting_bytes += queue.put_back(received.get(number, 0), begun.get(number, 0))
 
     def let_go(self) -> None:
         """The session is over: nothing is sent any more, and the payloads of all messages can go."""

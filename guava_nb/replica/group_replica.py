@@ -88,6 +88,7 @@ class GroupReplica(BaseReplica):
         self.layout = build_layout(model, spec.bucket_bytes)
         self.wire = BucketWire(self.layout)
         self._use_optimizer(self._make_optimizer(dict(model.named_parameters())))
+        self.part = None
         self.close()
 
     # ------------------------------------------------------------------------------------------------------- the group
@@ -150,6 +151,10 @@ class GroupReplica(BaseReplica):
 
     def close(self) -> None:
         """Forget the part; the group it was spread over is gone."""
+        for parameter in () if self.part is None else self.part.model.parameters():
+            # autograd holds them, so Python finds no circle through them: model, group and the group's sockets would stay
+            if hooks := getattr(parameter, "_post_accumulate_grad_hooks", None):
+                hooks.clear()
         self.part = self._axes = None
         self.optimizer = self._schedule = None
 

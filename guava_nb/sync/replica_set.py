@@ -241,8 +241,9 @@ class ReplicaSet(StateAtWorkers):
         return asked & job.ready if self.elastic and others else asked & (job.ready | job.suspects)
 
     def _spares(self, job: Job, rank: int) -> bool:
-        """Whether the run goes on without a worker: another one holds the state, or has built its replica."""
-        others = (self.prepared() | self.at.keys()) & job.ready - {rank}
+        """Whether the run goes on without a worker: another holds the state too; or has built it, where this one holds none."""
+        able = self.at.keys() if rank in self.at else self.prepared() | self.at.keys()
+        others = able & job.ready - {rank}
         return self.spec.parallel is None and bool(others)
 
     def _tell_once(self, job: Job, sentence: str) -> None:

@@ -331,7 +331,7 @@ class StateAtWorkers(StepsHeld, ABC):
 
         def owed() -> Iterator[OwedAnswer]:
             for request, rank in requests.items():
-                if request not in self._states and rank in job.ready and rank in self.at:
+                if request not in self._states and rank in self.at and self._is_waited_for(job, rank):
                     yield OwedAnswer(rank, "state", request, "it sends the state")
 
         try:
@@ -342,6 +342,11 @@ class StateAtWorkers(StepsHeld, ABC):
         if not in_time:
             raise StateLate("no answer in time")
         return [self._states.pop(request, (None, None)) for request in requests]
+
+    def _is_waited_for(self, job: Job, rank: int) -> bool:
+        """Whether its answer may come: one whose connection broke goes on with it, and asking anew would begin it anew."""
+        others = self.elastic and set(self.in_step(job)) - {rank}
+        return rank in job.ready or (rank in job.suspects and not others)
 
 
 def pump_while_coming(job: Job, ranks: Collection[int], until: Callable[[], bool], timeout_s: float | None) -> bool:

@@ -13,8 +13,12 @@ from guava_nb.protocol.messages import Cell, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.sync.replica_set import Given, ReplicaSet
 from guava_nb.sync.star_exchange import StarExchange
+from guava_nb.sync.state_copy import COMING_BYTES
 
 __all__ = ["WholeReplicaSet"]
+
+#: Seconds in which one is waited for whose connection broke while it got the state: a redial, its longest pause included.
+BACK_S = 5.0
 
 
 class WholeReplicaSet(ReplicaSet):
@@ -26,6 +30,7 @@ class WholeReplicaSet(ReplicaSet):
         """Start with no worker prepared."""
         route = Route("relay", "star", "whole replicas meet at the orchestrator")
         super().__init__(run_id, spec, cells, master, route)
+        self._sent_before: dict[int, int] = {}  # bytes that had gone to those who get the state
 
     def pick(self, ranks: Iterable[int]) -> set[int]:
         """Choose all that are there."""
@@ -54,10 +59,27 @@ class WholeReplicaSet(ReplicaSet):
         """
         asked, roster = set(ranks), job.cluster.roster
         roster.generation += 1  # tells this state's answers from those to an earlier one
+        self._sent_before = {rank: job.cluster.total_bytes(rank)[0] for rank in asked}
         sending = self._sending_state(job, asked, roster.generation, state, step)
         with sending, job.waiting_for(lambda: self._taking_state(asked)):
             job.pump(lambda: not self._waited_for(job, asked) - self._loaded.keys())
+            while self._comes_back(job, asked - self._loaded.keys()):
+                job.pump(lambda: not self._waited_for(job, asked) - self._loaded.keys())
         self._compare_loaded(job, [r for r in asked if r in self._loaded])
+
+    def _comes_back(self, job: Job, away: set[int]) -> bool:
+        """Wait a moment for those whose connection broke while a part of the state was on its way; whether one is back.
+
+        It goes on with that state. Without the wait it would be sent another one, from the beginning, at each break.
+        """
+        away = {rank for rank in away & job.suspects - job.slow.keys() if self._has_got_more(job, rank)}
+        return bool(away) and job.pump(lambda: bool(away & job.ready) or not away & job.suspects, BACK_S)
+
+    def _has_got_more(self, job: Job, rank: int) -> bool:
+        """Whether something went to a worker since it was looked at last."""
+        sent_bytes, before = job.cluster.total_bytes(rank)[0], self._sent_before.get(rank, 0)
+        self._sent_before[rank] = sent_bytes
+        return sent_bytes >= before + COMING_BYTES
 
     def _taking_state(self, asked: Iterable[int]) -> Iterator[OwedAnswer]:
         for rank in asked:

@@ -97,7 +97,8 @@ def later_checks(steps: int | None) -> int:
     steps = 4096 if steps is None else steps
     doubled = max(0, steps.bit_length() - _FIRST_AGAIN.bit_length() + 1)
     is_extra = steps > _FIRST_AGAIN and steps & (steps - 1) != 0 and not is_round(steps)
-    return doubled + sum(map(is_round, range(_FIRST_AGAIN, steps + 1))) + is_extra
+    round_ones = (10, *(60 * 10**k for k in range(20)))  # a run may have millions of steps
+    return doubled + sum(is_round(number) for number in round_ones if _FIRST_AGAIN <= number <= steps) + is_extra
 
 
 _AGAIN = ". It is made again before steps 4, 8, 16, ... and where a batch has what none before it had"

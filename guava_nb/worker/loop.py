@@ -6,6 +6,7 @@ alive meanwhile, so a long compile or a long step is never taken for a death.
 
 from __future__ import annotations
 
+import gc
 import queue
 import time
 from collections.abc import Callable
@@ -402,9 +403,12 @@ class WorkerLoop:
         self._steps.end()
         self.keeper.forget()
         self._release_own()
+        if self._run is not None and self._own is None and self._seat is not None and self._seat.formed_in >= 0:
+            self._run.replica.close()
         self._run = None
         if self._seat is not None:
             self._seat.leave()
+            gc.collect()  # a model that is spread over a group is full of circles, and holds the group's sockets and threads
         if self._device.type == "cuda" and not self._steps.lost_device:
             torch.cuda.empty_cache()
 

@@ -169,6 +169,23 @@ def test_a_cut_connection_resumed_in_mid_step_changes_nothing(
     assert session.ready() == [w.name for w in pair]  # the same seats, so the same sessions
 
 
+def test_a_state_comes_over_a_line_that_passes_a_part_of_it_at_a_time(session: Session) -> None:
+    """A proxy that ends connections, a phone: no connection lives for as long as the state takes."""
+    (worker,) = session.ensure(1)
+    relay, passes, model = worker.relay, 1_300_000, {"width": 20_000}
+    assert relay is not None
+    run = session.train(loader(), epochs=1, model_args=model)
+    opened = len(relay.links)
+    relay.plans = [{UP: passes} for _ in range(20)]
+    link = worker.link("bulk")
+    link.cut_at(UP, link.bytes[UP] + passes)
+    session.assert_undisturbed(run, PlainTraining(session.folder, loader(), **model).epochs(1))  # brings 7.2 MB
+    assert len(relay.links) - opened >= 4
+    assert sum(each.bytes[UP] for each in relay.links[opened:]) < 9_000_000
+    relay.plans = []
+    assert "connection broke 4 times" in notices(session)
+
+
 def test_all_connections_cut_for_a_second(session: Session, pair: list[Worker]) -> None:
     relays = [worker.relay for worker in pair]
 

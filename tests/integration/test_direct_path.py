@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from guava_nb.cluster.group_path import Finding, Findings
@@ -140,3 +141,20 @@ def test_a_killed_member_ends_the_step_of_the_others_and_they_form_a_new_group(s
     session.assert_undisturbed(run, PlainTraining(session.folder, loader()).epochs(2))
     assert run.report()["path"]["backend"] == "gloo"
     assert {worker["worker"]: worker["state"] for worker in run.report()["workers"]}[workers[2].name] == "lost"
+
+
+@pytest.mark.skipif(not hasattr(psutil.Process, "num_fds"), reason="descriptors are not counted here")
+@pytest.mark.parametrize(("mode", "more"), [("data", {"path": "direct"}), ("zero", {})])
+def test_runs_one_after_another_leave_no_group_behind(session: Session, mode: str, more: dict[str, Any]) -> None:
+    """Neither their listening sockets nor the threads that serve them."""
+    prepare(session, mode, **more)
+    workers = [psutil.Process(worker.pid) for worker in session.workers]
+
+    def held(runs: int) -> list[tuple[int, int]]:
+        for _ in range(runs):
+            assert session.train(loader(), epochs=1).report()["path"]["path"] == "direct"
+        return [(worker.num_fds(), worker.num_threads()) for worker in workers]
+
+    before = held(4)  # torch keeps some of the last ones: what its caches and its last backward refer to
+    after = held(4)
+    assert all(now <= then for then, now in zip(before, after, strict=True)), (before, after)

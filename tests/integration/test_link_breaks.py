@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from guava_nb.errors import JoinRefused, LinkBroken, LinkClosed, LinkTimeout, LocalProtocolError
+from guava_nb.link import dialler
 from guava_nb.link.dialler import IDENTITY_BYTES
 from guava_nb.link.listener import Listener
 from guava_nb.link.session_events import (
@@ -79,6 +80,25 @@ def test_bulk_cut_in_the_middle_of_a_message(way: str, byte: int) -> None:
         exchange(made, ours, theirs, 12)
         assert relay.links[1].is_cut.is_set()
         assert len(relay.links) == 3
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["fin", "rst"])
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "plain"])
+@pytest.mark.parametrize("way", [UP, DOWN])
+def test_a_message_gets_through_a_line_that_passes_a_part_of_it_at_a_time(
+    way: str, tls: bool, reset: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dialler, "_LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(dialler, "_FIRST_PAUSE_S", 0.02)
+    passes, nbytes = 700_000, 6_000_000  # less than one frame
+    with world(FOREVER, tls) as made, Relay(made.listener.port, resets=reset) as relay:
+        relay.plans = [{}, *({way: passes} for _ in range(60))]
+        ours, theirs = made.dial(relay.port)
+        sender, receiver = (ours, made.here) if way == UP else (theirs, made.there)
+        sender.send(*numbered(0, Channel.CHECKPOINT, nbytes))
+        receiver.wait_for(MessageArrived)
+        check_exactly_once(receiver, [Channel.CHECKPOINT], 1, lambda number: nbytes)
+        assert sum(link.bytes[way] for link in relay.links) < (2 if reset else 1.3) * nbytes
 
 
 @pytest.mark.parametrize("way", [UP, DOWN])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -83,6 +84,7 @@ class Ranks:
                 process.kill()
                 process.join()
         self.hub.listener.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def pid(self, rank: int) -> int:
         return int(self._processes[rank].pid)

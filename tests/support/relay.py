@@ -62,14 +62,19 @@ class Link:
     """One relayed connection: for each way a thread that reads and one that writes in time."""
 
     def __init__(
-        self, dialler: socket.socket, listener: socket.socket, plan: dict[str, int], ways: dict[str, Way]
+        self,
+        dialler: socket.socket,
+        listener: socket.socket,
+        plan: dict[str, int],
+        ways: dict[str, Way],
+        resets: bool = False,
     ) -> None:
         self.bytes = {UP: 0, DOWN: 0}
         host, port = listener.getsockname()[:2]
         self.address = f"{host}:{port}"  # as the listener sees its peer
         self.is_cut = threading.Event()
         self._ends = {UP: (dialler, listener), DOWN: (listener, dialler)}
-        self._cut_at, self._resets = dict(plan), False
+        self._cut_at, self._resets = dict(plan), resets
         self._flowing = threading.Event()
         self._flowing.set()
         self._lock = threading.Lock()
@@ -164,6 +169,7 @@ class Relay:
         rate_bytes_s: of each direction, all links together; None is as fast as it gets.
         down_bytes_s: of the way down where that is another; as a home line has.
         round_trip_s: there and back; half of it each way.
+        resets: cuts by `plans` reset, so that what waits in the receiver's system is lost.
     """
 
     def __init__(
@@ -174,7 +180,9 @@ class Relay:
         rate_bytes_s: float | None = None,
         down_bytes_s: float | None = None,
         round_trip_s: float = 0.0,
+        resets: bool = False,
     ) -> None:
+        self._resets = resets
         self.target = (host, target_port)
         rates = {UP: rate_bytes_s, DOWN: down_bytes_s or rate_bytes_s}
         self._ways = {way: Way(rate, round_trip_s / 2) for way, rate in rates.items()}
@@ -239,5 +247,6 @@ class Relay:
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             with self._changed:
-                self.links.append(Link(dialler, listener, self.plans.pop(0) if self.plans else {}, self._ways))
+                plan = self.plans.pop(0) if self.plans else {}
+                self.links.append(Link(dialler, listener, plan, self._ways, self._resets))
                 self._changed.notify_all()

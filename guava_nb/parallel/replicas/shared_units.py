@@ -263,7 +263,10 @@ class SharedUnits:
         self._order.end()
         for unit in self._units:
             _keep_switches(unit)
-        return _Join.apply(loss, *self._exits) if self._exits else loss  # type: ignore[no-untyped-call]
+        # Not kept here: their graph leads back to the modules and so to this, through autograd, where Python finds no circle, and
+        # model, group and the group's sockets would stay for good.
+        exits, self._exits = self._exits, []
+        return _Join.apply(loss, *exits) if exits else loss  # type: ignore[no-untyped-call]
 
     def end_evaluation(self) -> None:
         """Stand in for what other replicas still run in a pass without a backward."""

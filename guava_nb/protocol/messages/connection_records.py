@@ -23,6 +23,7 @@ class Attach(Message, frozen=True, kw_only=True):
         last_step: last committed step, -1 before the first.
         last_kind: kind number of the last message handled.
         codecs: how chunks that come here may be compressed.
+        begun: payload bytes that have come of the message after the last whole one, per channel: go on behind them.
     """
 
     NUMBER: ClassVar[int] = 1
@@ -36,10 +37,11 @@ class Attach(Message, frozen=True, kw_only=True):
     last_step: int = -1
     last_kind: int = 0
     codecs: tuple[str, ...] = ()
+    begun: dict[int, int] = {}
 
 
 class Attached(Message, frozen=True, kw_only=True):
-    """Listener to dialler: accepted; `received` and `codecs` as in `Attach`.
+    """Listener to dialler: accepted; `received`, `codecs` and `begun` as in `Attach`.
 
     Attributes:
         resumed: the session was known.
@@ -55,6 +57,7 @@ class Attached(Message, frozen=True, kw_only=True):
     last_kind: int = 0
     codecs: tuple[str, ...] = ()
     outage_s: float = 0.0
+    begun: dict[int, int] = {}
 
 
 class Refused(Message, frozen=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 import types
 import weakref
 from typing import Any
@@ -82,3 +84,34 @@ def test_own_workers_dial_an_address_that_is_listened_on(
     made._listener = types.SimpleNamespace(host=listens, join_code=asked.append)  # type: ignore[assignment]
     made.launch_workers(1, device="cpu")
     assert asked == [dialled]
+
+
+def session_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("guava-")}
+
+
+def test_a_session_that_is_dropped_closes_itself() -> None:
+    before = session_threads()
+    made = Orchestrator()
+    made.open()
+    gone = weakref.ref(made)
+    with pytest.warns(ResourceWarning, match="was dropped without close"):
+        del made
+        gc.collect()
+    for thread in session_threads() - before:
+        thread.join(20)
+    assert gone() is None
+    assert session_threads() <= before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_closes_nothing_of_the_session_and_does_not_wait() -> None:
+    with Orchestrator() as made:
+        child = os.fork()
+        if child == 0:
+            made._close = os.abort  # type: ignore[method-assign]
+            made.close()
+            del made
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import logging
 
-from guava_nb.cluster.notices import KEPT, Notices
+from guava_nb.cluster.notices import KEPT, OFTEN, OFTEN_S, LineBreaks, Notices
+
+ALONE = "phone: connection broke (it ended); nobody else is here, so its work waits for it"
 
 
 def last(notices: Notices, count: int) -> tuple[str, ...]:
@@ -40,3 +42,26 @@ def test_only_the_newest_are_kept() -> None:
     for k in range(3 * KEPT):
         notices.add(str(k))
     assert len(last(notices, 10 * KEPT)) == KEPT and last(notices, 1) == (str(3 * KEPT - 1),)
+
+
+def test_a_line_that_breaks_often_is_told_as_one_and_another_line_as_before() -> None:
+    breaks, told = LineBreaks(), []
+    for k in range(60):
+        told += [breaks.broke(0, "phone", "it ended", False, 2.0 * k), breaks.back(0, "phone", 2.0 * k + 1)]
+    said = [sentence for sentence in told if sentence]
+    assert said[: 2 * (OFTEN - 1)] == [ALONE, "phone: connection is back"] * 3
+    (often,) = said[2 * (OFTEN - 1) :]
+    assert f"phone: its connection broke {OFTEN} times in 6 s" in often
+    assert (
+        breaks.broke(1, "lab", "it ended", True, 119.0) == "lab: connection broke (it ended); its work goes to others"
+    )
+    assert "broke 58 times in 120 s" in breaks.broke(0, "phone", "it ended", False, OFTEN_S + 6)
+
+
+def test_a_line_that_holds_again_is_told_as_any_other() -> None:
+    breaks = LineBreaks()
+    for k in range(10):
+        breaks.broke(0, "phone", "it ended", False, float(k))
+    later = 10 * OFTEN_S
+    assert breaks.broke(0, "phone", "it ended", False, later) == ALONE
+    assert breaks.back(0, "phone", later + 1) == "phone: connection is back"

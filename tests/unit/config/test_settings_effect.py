@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,8 @@ from guava_nb.split import GPUTrainer
 from guava_nb.training.byte_budget import chosen_limit
 from guava_nb.training.plan import TrainingPlan
 
-SESSION_FILE = str(Path(tempfile.gettempdir()) / f"guava-settings-{os.getpid()}.json")
+FOLDER = tempfile.TemporaryDirectory(prefix="guava-settings-")  # goes at the end of this process
+SESSION_FILE = str(Path(FOLDER.name) / "session.json")
 #: Another value than the default, and one that fits the contexts below.
 OTHER: dict[str, Any] = {
     "d_model": 30, "n_heads": 5, "n_layers": 3, "num_epochs": 4, "batch_size": 2, "learning_rate": 0.5, "weight_decay": 0.2,

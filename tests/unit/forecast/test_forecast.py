@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import unittest.mock
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,6 +83,15 @@ def test_a_run_is_what_a_walk_over_its_steps_counts(
     if ends and fetched != step:
         total = total + parts.state
     assert parts.run() == total and parts.steps() == step
+
+
+def test_a_run_of_very_many_epochs_is_reckoned_at_once() -> None:
+    """One that is to be stopped by hand took minutes before it began, told by nothing."""
+    parts = Parts(Traffic.going("parameter", 1000), Traffic.coming("gradient", 7), feeding(10), 1, (1.0,) * 1500)
+    assert parts.run() == sum(parts.every_epoch(), parts.start + parts.end())
+    with unittest.mock.patch.object(Parts, "epoch", side_effect=Parts.epoch, autospec=True) as reckoned:
+        assert replace(parts, epochs=(1.0,) * 1_000_000).run() is not None
+    assert reckoned.call_count <= 1000
 
 
 def test_what_is_left_of_an_epoch_counts_in_part() -> None:

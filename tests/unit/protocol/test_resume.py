@@ -239,3 +239,27 @@ def test_consuming_twice_or_what_never_came_is_our_bug():
     for sequence in (1, 2):
         with pytest.raises(LocalProtocolError):
             inbox.consumed(BATCH, sequence)
+
+
+def test_a_message_goes_on_behind_what_the_peer_holds_of_it():
+    outbox = Outbox(10 * WINDOW)
+    first, second = put(outbox, BATCH, 300), put(outbox, BATCH, 200)
+    drain(outbox)
+    outbox.resume({}, {int(BATCH): 120})
+    assert (first.begun_bytes, second.begun_bytes) == (120, 0)
+    (frame,) = first.frames()
+    assert sum(part.nbytes for part in frame[1:]) == 180
+    outbox.resume({}, {})  # the next connection knows of nothing
+    assert first.begun_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "begun", [{int(BATCH): -1}, {int(BATCH): 300}, {int(BATCH): 1 << 70}, {int(GRADIENT): 1}, {99: 1}]
+)
+def test_what_the_peer_cannot_hold_ends_the_session_and_changes_nothing(begun):
+    outbox = Outbox(10 * WINDOW)
+    message = put(outbox, BATCH, 300)
+    drain(outbox)
+    with pytest.raises(RemoteProtocolError):
+        outbox.resume({}, begun)
+    assert (message.begun_bytes, drain(outbox)) == (0, [])

@@ -245,3 +245,25 @@ def test_a_worker_that_comes_back_is_told_the_ticks_that_it_missed(
     if sent is not None:
         replicas._send_ticks(job.cluster, [0], has)
         assert [(message.number, message.metric) for message in job.sent] == [(n, [0.5, 0.25][n - 1]) for n in sent]
+
+
+def test_a_run_does_not_go_on_without_the_only_worker_that_holds_its_state(replicas: ReplicaSet, job: Any) -> None:
+    """A newcomer that has built the run waits for that state: to say that it does the work would be false."""
+    replicas._prepared[1] = Prepared(run_id="run", ok=True, generation=1)
+    assert replicas._spares(job, 0)  # neither holds a state: the run begins with the one that is ready
+    replicas.at[0] = 5
+    assert not replicas._spares(job, 0) and replicas._spares(job, 1)
+    replicas.at[1] = 5
+    assert replicas._spares(job, 0)
+
+
+@pytest.mark.parametrize(("holder_is_back", "other_holds"), [(False, False), (True, False), (False, True)])
+def test_a_state_is_waited_for_while_its_worker_is_away_and_no_other_has_it(
+    replicas: ReplicaSet, job: Any, holder_is_back: bool, other_holds: bool
+) -> None:
+    """Asked anew, it would send the state anew, from the beginning."""
+    replicas.step, replicas.at = 5, {0: 5, **({1: 5} if other_holds else {})}
+    job.ready, job.suspects = ({0, 1}, set()) if holder_is_back else ({1}, {0})
+    assert replicas._is_waited_for(job, 0) is not other_holds
+    job.ready, job.suspects = {1}, set()
+    assert not replicas._is_waited_for(job, 0)
