@@ -110,6 +110,7 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         self._on_code = on_code or self._on_code
         text, way = self._way_to(tunnel, ask)
         had_cluster, listened = self._cluster is not None, self._listener is not None
+        first = [] if listened else self._first_launchers()
         try:
             if not listened:
                 self._listen(self.config.master_ip if way is None else bind_for(way, self.config))
@@ -122,7 +123,7 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
             raise
         if not listened:
             try:
-                self._launch_first()
+                self._launch_first(first)
             except BaseException:
                 if not had_cluster:
                     self._close()

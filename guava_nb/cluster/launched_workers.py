@@ -50,8 +50,8 @@ class LaunchedWorkers:
         """The code that workers join with."""
         raise NotImplementedError
 
-    def launch_on(self, on: Launcher | str) -> str:
-        """Have workers started by ssh, Slurm, Kubernetes, Ray, Docker or another package's launcher; returns a sentence on it.
+    def launch_on(self, on: Launcher | str) -> Launcher:
+        """Have workers started by ssh, Slurm, Kubernetes, Ray, Docker or another package's launcher; returns the launcher.
 
         They join by themselves, in seconds or when a queue lets them; `wait_for_workers` waits. They end with the session.
 
@@ -67,7 +67,12 @@ class LaunchedWorkers:
         if self._listener is None:
             raise ClusterError("this session does not listen: open() makes it listen, then workers can join")
         launcher, text = (make_launcher(on), on) if isinstance(on, str) else (on, "")
-        return self._have_launches().start(launcher, text, self._order())
+        self._have_launches().start(launcher, text, self._order())
+        return launcher
+
+    def launched(self, text: str) -> Launcher | None:
+        """The launcher that was started by this text and may still bring workers; None where there is none."""
+        return None if self._launches is None else self._launches.find(text)
 
     def wait_for_launched(self, count: int, limit_s: float) -> int:
         """Wait until so many workers are here, no launcher can bring another one, or the time is over; returns their number.
@@ -88,15 +93,20 @@ class LaunchedWorkers:
         """The tunnel that standing launchers need; "" for none."""
         return next((way for _, way in _standing if way), "")
 
-    def _launch_first(self) -> None:
-        """Start what a new session begins with; so many workers are expected then, unless the configuration says."""
-        begun = [make() for make, _ in _standing]
-        for launcher in begun:
-            self._have_launches().start(launcher, "", self._order())
-        if on := self.config.workers_on:
-            begun.append(make_launcher(on))
-            self._have_launches().start(begun[-1], on, self._order())
-        count = sum(launcher.count for launcher in begun)
+    def _first_launchers(self) -> list[tuple[Launcher, str]]:
+        """What a new session begins with, each with its text.
+
+        Raises:
+            ConfigError: `workers_on` of the configuration cannot be read.
+        """
+        on = self.config.workers_on
+        return [*((make(), "") for make, _ in _standing), *([(make_launcher(on), on)] if on else [])]
+
+    def _launch_first(self, launchers: list[tuple[Launcher, str]]) -> None:
+        """Start them; so many workers are expected then, unless the configuration says how many."""
+        for launcher, text in launchers:
+            self._have_launches().start(launcher, text, self._order())
+        count = sum(launcher.count for launcher, _ in launchers)
         if count and self.config.origin("num_workers") == "default":
             self.expect_workers(count)
 

@@ -43,11 +43,12 @@ class Launches:
         self._watcher: threading.Thread | None = None
         self._load()
 
-    def __len__(self) -> int:
-        return len(self._started)
+    def find(self, text: str) -> Launcher | None:
+        """The one that was started by this text and may still bring workers."""
+        return next((one for one in self._started if self._texts[one.mark] == text and not one.failure()), None)
 
-    def start(self, launcher: Launcher, text: str, order: Order) -> str:
-        """Check, then start; what was begun is ended again where that fails. Returns the launcher's sentence.
+    def start(self, launcher: Launcher, text: str, order: Order) -> None:
+        """Check, then start, and tell what was started; what was begun is ended again where that fails.
 
         Raises:
             ConfigError: what it needs is missing, or it cannot be started.
@@ -62,14 +63,13 @@ class Launches:
         self._texts[launcher.mark] = text
         self._save()  # before it begins: it may be all that a killed kernel leaves
         try:
-            said = launcher.start(order)
+            self._tell(launcher.start(order))
         except BaseException:
             self._end(launcher)
             raise
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="guava-launches", daemon=True)
             self._watcher.start()
-        return said
 
     def follow(self, code: JoinCode) -> None:
         """The session has a new code."""

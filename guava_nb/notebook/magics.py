@@ -12,6 +12,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
+from guava_nb.launchers import launcher_names
 from guava_nb.notebook import commands
 from guava_nb.notebook.completion import files, install_completion, loaders, names, remove_completion
 from guava_nb.notebook.display import choose_ui, say, show, show_png
@@ -316,6 +317,7 @@ def load(shell: Any) -> None:
             "<runs>": lambda begin: magics.session.runs.names(),
             "<loaders>": lambda begin: loaders(shell),
             "<tunnels>": lambda begin: list(tunnel_names()),
+            "<launchers>": lambda begin: [f"{name}:" for name in launcher_names()],
             "<files>": files,
         },
     )

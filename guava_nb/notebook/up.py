@@ -30,6 +30,7 @@ __all__ = [
     "memory_caution",
     "orchestrator_settings",
     "session_file",
+    "start_elsewhere",
 ]
 
 #: What is told where the session of a kernel that was killed or started anew goes on.
@@ -95,7 +96,7 @@ def _reaches_beyond(args: argparse.Namespace, running: int) -> bool:
     config = DistributedConfig.load()
     tunnel, address = args.tunnel or config.tunnel, args.host or config.master_ip
     here = max(args.local or 0, running)
-    others = not here or (args.workers or 0) > here or args.connect is not None
+    others = bool(args.on) or not here or (args.workers or 0) > here or args.connect is not None
     return others or tunnel not in ("", "local") or not is_loopback(address)
 
 
@@ -129,6 +130,30 @@ def session_file() -> Path:
     named = os.environ.get("JPY_SESSION_NAME") or (shell and shell.user_ns.get("__vsc_ipynb_file__"))
     name = str(named or Path.cwd())
     return state_folder() / f"session-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+
+
+def start_elsewhere(orchestrator: Any, args: argparse.Namespace, tell: Callable[[str], None]) -> list[str]:
+    """Start the workers of --on, unless they were started by the same text before; wait for those that no queue holds back.
+
+    Returns:
+        Sentences on what was started, and on what is still to come.
+
+    Raises:
+        ConfigError: something that it needs is missing, or the workers have ended again; the session stays open.
+    """
+    if orchestrator.launched(args.on) is not None:
+        return [f"--on {args.on} was started already; %guava_down ends it."]
+    local, before = args.local or 0, len(orchestrator.status().workers)
+    tell(f"Starting workers by {args.on.partition(':')[0]}.")
+    launcher = orchestrator.launch_on(args.on)
+    if args.workers is None:
+        orchestrator.expect_workers(launcher.count + max(local, before))
+    if not launcher.is_prompt:
+        return ["They join when they are started there: %guava_train waits for them, %guava_status shows who is here."]
+    here = orchestrator.wait_for_launched(launcher.count + before, LOCAL_JOIN_S)
+    if here < launcher.count + before:
+        return [f"{here} workers are here; those that are still missing join as soon as they can (%guava_status)."]
+    return []
 
 
 class _OthersChanged(Exception):
