@@ -26,11 +26,12 @@ class JoinFile:
 
     Args:
         path: a file, or "-" for standard input, of which each line is a join code or "leave".
+        leaves_at_end: the end of standard input means "leave" too: who wrote it is gone.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, leaves_at_end: bool = False) -> None:
         self._path = None if path == STANDARD_INPUT else Path(path).expanduser()
-        self._lines = PastedLines(_is_code)
+        self._lines = PastedLines(_is_code, _leave if leaves_at_end else lambda: None)
         self._last = ""
 
     def first(self) -> str:
@@ -42,7 +43,9 @@ class JoinFile:
         if self._path is None:
             text = self._lines.first(FIRST_LINE_S)
             if not text.strip():
-                raise ConfigError(f"no join code came on standard input within {FIRST_LINE_S:g} s: write it there as one line")
+                raise ConfigError(
+                    f"no join code came on standard input within {FIRST_LINE_S:g} s: write it there as one line"
+                )
             return text
         try:
             self._last = self._path.read_text(encoding="utf-8")[:LONGEST_CHARS].strip()
@@ -71,5 +74,9 @@ class JoinFile:
 def _is_code(line: str) -> bool:
     if line.strip() != LEAVE:
         return True
-    os.kill(os.getpid(), signal.SIGTERM)  # the way that a scheduler takes, too
+    _leave()
     return False
+
+
+def _leave() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)  # the way that a scheduler takes, too

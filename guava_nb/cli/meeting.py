@@ -83,9 +83,7 @@ def meet_at_board(place: Place, task: TaskPlace, board: Board, say: Callable[[st
         yield group
 
 
-def _joined(
-    stack: ExitStack, place: Place, task: TaskPlace, board: Board, say: Callable[[str], None]
-) -> ProgramGroup:
+def _joined(stack: ExitStack, place: Place, task: TaskPlace, board: Board, say: Callable[[str], None]) -> ProgramGroup:
     from guava_nb.backend.preset_group import ProgramGroup
     from guava_nb.protocol.joincode import JoinCode
 

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
+from dataclasses import replace
 
 from guava_nb.cli.meeting import board_of, hub_host
 from guava_nb.cli.worker import follow, own_device
@@ -77,13 +78,14 @@ class _Worker:
         with suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, self._on_end)
         code, failed = "", 0
-        while (found := code_for_rank(self._board, code if not failed else "", self._wait_s, lambda: self._is_asked_to_end)) is not None:
-            failed = 0 if found != code else failed
+        while failed <= MOST_AGAIN and (found := self._next_code("" if failed else code)) is not None:
+            failed = failed if found == code else 0
             code = found
             failed = 0 if self._serve(code, device) == 0 else failed + 1
-            if failed > MOST_AGAIN or self._is_asked_to_end:
-                break
         return 1 if failed else 0
+
+    def _next_code(self, before: str) -> str | None:
+        return code_for_rank(self._board, before, self._wait_s, lambda: self._is_asked_to_end)
 
     def _on_end(self, number: int, frame: object) -> None:
         self._is_asked_to_end = True
@@ -107,7 +109,5 @@ class _Worker:
 
 def _of_workers(task: TaskPlace) -> TaskPlace:
     """The place among the workers of this machine: rank 0, which computes nothing, leaves its GPU to the next."""
-    from dataclasses import replace
-
     is_beside_rank_0 = task.rank == task.local_rank  # ranks are dealt out machine by machine
     return replace(task, local_rank=task.local_rank - 1) if is_beside_rank_0 and task.local_rank else task

@@ -26,10 +26,13 @@ class PastedLines:
 
     Args:
         is_kept: asked about each line as it comes, from a thread; False: it was obeyed, and is not given on.
+        on_end: called when the input ends.
     """
 
-    def __init__(self, is_kept: Callable[[str], bool] = lambda line: True) -> None:
-        self._is_kept = is_kept
+    def __init__(
+        self, is_kept: Callable[[str], bool] = lambda line: True, on_end: Callable[[], None] = lambda: None
+    ) -> None:
+        self._is_kept, self._on_end = is_kept, on_end
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -73,6 +76,7 @@ class PastedLines:
             except (OSError, ValueError):
                 return
             if not data:
+                self._on_end()
                 return
             *lines, held = (held + data).split(b"\n")
             held = held[-LONGEST_BYTES:]

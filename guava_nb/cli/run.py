@@ -68,7 +68,9 @@ def add_command(commands: Any) -> None:
         "--wait", type=float, default=WAIT_S, metavar="S", help="seconds to wait for the other ranks (%(default)g)"
     )
     parser.add_argument(
-        "--orchestrate", action="store_true", help="rank 0 runs the program, the other ranks are its workers (see below)"
+        "--orchestrate",
+        action="store_true",
+        help="rank 0 runs the program, the other ranks are its workers (see below)",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", metavar="script.py", help="the program")
@@ -80,7 +82,9 @@ def run(args: argparse.Namespace) -> int:
     """Meet the other ranks, run the program, leave; the exit status is the program's."""
     _check_program(args.program, args.module)
     if args.orchestrate:
-        return orchestrate(args, task_of(args, os.environ), lambda: run_program(args.program, args.arguments, args.module).status)
+        return orchestrate(
+            args, task_of(args, os.environ), lambda: run_program(args.program, args.arguments, args.module).status
+        )
     place = place_from(args, os.environ)
     at_exit = ExitStack()
     with ExitStack() as now:
@@ -99,7 +103,9 @@ def run(args: argparse.Namespace) -> int:
     return outcome.status
 
 
-def _met(place: Place, args: argparse.Namespace, environ: MutableMapping[str, str]) -> AbstractContextManager[ProgramGroup]:
+def _met(
+    place: Place, args: argparse.Namespace, environ: MutableMapping[str, str]
+) -> AbstractContextManager[ProgramGroup]:
     """The group of this place: at a hub whose code is known, by torchrun's store, or found by what started the processes."""
     if place.code is not None or "MASTER_ADDR" in environ:
         from guava_nb.backend.preset_group import ProgramGroup

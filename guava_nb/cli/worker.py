@@ -53,14 +53,26 @@ def add_command(commands: Any) -> None:
     """Declare the subcommand and its options."""
     parser = commands.add_parser("worker", help="join a session from this machine", description=__doc__, epilog=EPILOG)
     parser.add_argument("code", nargs="?", metavar="JOINCODE", help="what the orchestrator shows (see below)")
-    parser.add_argument("--join-file", metavar="FILE", help="a file with the join code; - is standard input (see below)")
+    parser.add_argument(
+        "--join-file", metavar="FILE", help="a file with the join code; - is standard input (see below)"
+    )
     parser.add_argument("--listen", action="store_true", help="wait to be dialled, and show the join code for that")
     parser.add_argument("--host", default="127.0.0.1", help="with --listen: address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="with --listen: port, of the first device (any free one)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps; auto takes a GPU if there is one")
-    where.add_argument("--gpus", metavar="all|auto", help="one worker for each GPU: all, or their numbers (0,2); auto: all, or the processor where there is none")
+    where.add_argument(
+        "--gpus",
+        metavar="all",
+        help="one worker for each GPU: all, or their numbers (0,2); auto: all, or the processor",
+    )
+    parser.add_argument(
+        "--end-with-input", action="store_true", help="leave when standard input ends, with --join-file -"
+    )
     parser.add_argument("--mark", metavar="WORD", help="has no effect: by it a program finds what it started")
+    parser.add_argument(
+        "--asked-status", type=int, default=0, metavar="N", help="exit with N when a signal let it leave (%(default)s)"
+    )
     parser.add_argument("--name", default="", help="what the orchestrator calls it (host and device)")
     parser.set_defaults(run=run)
 
@@ -72,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     if args.code and args.join_file:
         raise ConfigError("a join code and --join-file were given: leave one of the two out")
     _end_as_process_1()
-    file = JoinFile(args.join_file) if args.join_file else None
-    code = None if args.listen else read_code(args.code or (file and file.first()), os.environ, ask_for_code)
+    file = JoinFile(args.join_file, args.end_with_input) if args.join_file else None
+    code = None if args.listen else read_code(file.first() if file else args.code, os.environ, ask_for_code)
     print(NOTICE, file=sys.stderr)
     devices = devices_for(args.gpus, own_device(args.device, task_place(os.environ)))
     names = [args.name if len(devices) == 1 or not args.name else f"{args.name}-{k}" for k in range(len(devices))]
@@ -84,7 +96,15 @@ def run(args: argparse.Namespace) -> int:
             workers.append(_listening(args, k, device, name) if code is None else _joining(code, device, name))
         live = live_lines(sys.stdout)
         say = _say if live is None else live.say
-        return follow(workers, say, pasted=None if code is None else pasted.take, live=live)
+        asked: list[int] = []
+        status = follow(
+            workers,
+            say,
+            pasted=None if code is None else pasted.take,
+            live=live,
+            asked=lambda: asked.append(args.asked_status),
+        )
+        return status or max(asked, default=0)
     finally:
         pasted.close()
         for worker in workers:

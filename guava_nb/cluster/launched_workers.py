@@ -56,8 +56,8 @@ class LaunchedWorkers:
         They join by themselves, in seconds or when a queue lets them; `wait_for_workers` waits. They end with the session.
 
         Args:
-            on: as in `ssh:host1,host2`, `slurm:8,gpus=1`, `k8s:8,image=IMAGE`, `ray:8` or `docker:2`; `guava_nb/launchers/README.md`
-                has all that may stand there.
+            on: as in `ssh:host1,host2`, `slurm:8,gpus=1`, `k8s:8,image=IMAGE`, `ray:8` or `docker:2`; the README of
+                `guava_nb.launchers` has all that may stand there.
 
         Raises:
             ClusterError: the session is not open, or only dials.
@@ -113,14 +113,17 @@ class LaunchedWorkers:
     def _have_launches(self) -> Launches:
         if self._launches is None:
             path = None if self._file is None else self._file.path.with_suffix(".launched")
-            self._launches = Launches(lambda sentence: self._notices.add(sentence, "launched"), path)
+            self._launches = Launches(self._tell_launched, path)
         return self._launches
 
     def _order(self) -> Order:
         code, listener = self.join_code, self._listener
         assert listener is not None
         folder: Path = state_folder() / "launched"
-        return Order(code, not is_loopback(code.host), listener.port, folder, lambda sentence: self._notices.add(sentence, "launched"))
+        return Order(code, not is_loopback(code.host), listener.port, folder, self._tell_launched)
+
+    def _tell_launched(self, sentence: str) -> None:
+        self._notices.add(sentence, "launched")
 
     def _follow_launched(self, code: JoinCode) -> None:
         if self._launches is not None:

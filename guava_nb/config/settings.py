@@ -50,8 +50,8 @@ class DistributedConfig:
         gpu_host (""): the GPU machine, where that side listens and the orchestrator dials (CPU/GPU split).
         tunnel (""): how others reach the orchestrator: "local", "direct[:HOST[:PORT]]", "ngrok", "ngrok-http", "cloudflared",
         "ssh:[USER@]HOST[:PORT]", or one of another package; "" listens on master_ip and starts nothing.
-        workers_on (""): what starts workers when the session opens: "ssh:HOST,HOST", "slurm:N", "k8s:N", "ray:N", "docker:N", or of
-        another package (guava_nb/launchers/README.md); they end with the session.
+        workers_on (""): what starts workers when the session opens, and ends them with it: "ssh:HOST,HOST", "slurm:N", "k8s:N",
+        "ray:N", "docker:N", or of another package (guava_nb/launchers/README.md).
         num_workers (1): workers to wait for. tls (True): encrypt the connections.
         session_file (""): where certificate, secret and port of the session outlive its process, so that workers come back to
         the one that opens it anew; "off" keeps none. "" keeps none in a script, and one for each notebook.

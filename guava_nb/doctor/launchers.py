@@ -20,7 +20,9 @@ def check_launchers() -> Check:
     here += ["ray"] if importlib.util.find_spec("ray") else []
     missing = [name for name in (*_PROGRAMS, "ray") if name not in here]
     if not here:
-        return Check("launchers", "-", "no ssh, sbatch, kubectl, docker or ray here: `%guava_up --on` has nothing to start with")
+        return Check(
+            "launchers", "-", "no ssh, sbatch, kubectl, docker or ray here: `%guava_up --on` has nothing to start with"
+        )
     rest = f"; not here: {', '.join(missing)}" if missing else ""
     return Check("launchers", "ok", f"for `%guava_up --on`: {', '.join(here)}{rest}")
 
@@ -33,5 +35,9 @@ def check_launcher(text: str) -> Check:
         launcher.check()
     except ConfigError as problem:
         return Check(name, "fail", str(problem), "until that is mended, `%guava_up` with it starts nothing")
-    count = f"would start {launcher.count} worker{'' if launcher.count == 1 else 's'}" if launcher.count else "would start workers"
+    count = (
+        f"would start {launcher.count} worker{'' if launcher.count == 1 else 's'}"
+        if launcher.count
+        else "would start workers"
+    )
     return Check(name, "ok", f"{count}: {text.partition(':')[2]}")

@@ -58,7 +58,9 @@ def launcher_class(name: str) -> type[Launcher]:
         if entry.name == name:
             return _load(entry)
     known = launcher_names()
-    raise ConfigError(f'--on: nothing starts workers by the name "{name}".{near(name.lower(), known)} There are: {", ".join(known)}')
+    raise ConfigError(
+        f'--on: nothing starts workers by the name "{name}".{near(name.lower(), known)} There are: {", ".join(known)}'
+    )
 
 
 def launcher_names() -> list[str]:

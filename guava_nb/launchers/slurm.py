@@ -61,7 +61,9 @@ class SlurmLauncher(Launcher):
             if kinds.returncode:
                 raise ConfigError(f"Slurm does not answer: {last_line(kinds.stderr)}")
             self._gpus = int("gpu" in kinds.stdout)
-        done = run_program(["sbatch", "--test-only", *self._options(Path("/dev/null"))], self._script(Path("/dev/null")))
+        done = run_program(
+            ["sbatch", "--test-only", *self._options(Path("/dev/null"))], self._script(Path("/dev/null"))
+        )
         if done.returncode:
             raise ConfigError(f"Slurm would not take this job: {last_line(done.stderr)} (--on {self.name}:{self.what})")
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from guava_nb.config.version import installed_version
 from guava_nb.errors import ConfigError
+from guava_nb.launchers.attached_process import AttachedProcess
+from guava_nb.launchers.install_check import FACTS, PythonThere, facts_in
 from guava_nb.launchers.launcher import Launcher, Order, worker_words
 from guava_nb.launchers.programs import find_program, last_line, run_program
-from guava_nb.launchers.ssh_process import SshProcess
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.tunnels.ssh_words import Asked, why_not
 
@@ -41,27 +39,6 @@ OPTIONS = {
     "ForwardAgent": "no",
     "LogLevel": "INFO",  # tells the port that leads back
 }
-#: Runs by the host's Python: which one it is, and what it has. Loads no torch.
-_FACTS = """
-import importlib.util, json, sys
-try:
-    import guava_nb
-    version = guava_nb.__version__
-except Exception as problem:
-    version = None
-torch = importlib.util.find_spec("torch") is not None
-print("guava-facts " + json.dumps([sys.executable, "%d.%d" % sys.version_info[:2], version, torch]))
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class _Python:
-    """A host's Python."""
-
-    path: str
-    release: str
-    guava: str | None
-    has_torch: bool
 
 
 class SshLauncher(Launcher):
@@ -84,28 +61,31 @@ class SshLauncher(Launcher):
             if host.startswith("-") or any(char.isspace() for char in host):
                 raise ConfigError(f"--on ssh: {host!r} is no host")
             if self._hosts.count(host) > 1:
-                raise ConfigError(f"--on ssh: {host} is named twice; a host gets a worker for each of its GPUs by itself")
+                raise ConfigError(
+                    f"--on ssh: {host} is named twice; a host gets a worker for each of its GPUs by itself"
+                )
         self._python, self._device = found.get("python", ""), found.get("device", "")
         self._ssh_options = tuple(ssh_options)
-        self._pythons: dict[str, _Python] = {}
-        self._workers: dict[str, SshProcess] = {}
+        self._pythons: dict[str, PythonThere] = {}
+        self._workers: dict[str, AttachedProcess] = {}
         self._told: set[str] = set()
         self._order: Order | None = None
-        self.count = len(self._hosts) if self._device else 0
+        self.count = len(self._hosts)  # at least; `check` sees their GPUs
 
     # ------------------------------------------------------------------------------------------------------- checking
 
     def check(self) -> None:
         """Ask each host which Python is there, and what that one has."""
         self._pythons = dict(zip(self._hosts, self._on_all(self._look_at), strict=True))
+        self.count = sum(1 if self._device else max(1, found.gpus) for found in self._pythons.values())
 
-    def _look_at(self, host: str) -> _Python:
+    def _look_at(self, host: str) -> PythonThere:
         done = run_program(self._words(host, "sh -s"), self._script(), CHECK_S)
-        facts = [line for line in done.stdout.splitlines() if line.startswith("guava-facts ")]
-        if not facts:
+        found = facts_in(done.stdout)
+        if found is None:
             raise ConfigError(self._why(host, done.returncode, done.stdout, done.stderr))
-        found = _Python(*json.loads(facts[-1].partition(" ")[2]))
-        if problem := self._missing(host, found):
+        pip = f"ssh {host} {shlex.quote(found.path)} -m pip install"
+        if problem := found.missing(host, pip, f"; or name another Python there: --on ssh:{host},python=/path/to/venv"):
             raise ConfigError(problem)
         return found
 
@@ -116,7 +96,7 @@ class SshLauncher(Launcher):
         return (
             f"for p in {words}; do\n"
             '  if [ -d "$p" ] || ! command -v "$p" >/dev/null 2>&1; then continue; fi\n'
-            f"  exec \"$p\" -c {shlex.quote(_FACTS)}\n"
+            f'  exec "$p" -c {shlex.quote(FACTS)}\n'
             "done\necho guava-no-python\n"
         )
 
@@ -130,24 +110,6 @@ class SshLauncher(Launcher):
         if status == 255:  # ssh's own
             return why_not(said.splitlines(), Asked(host, 0))
         return f"the Python of {host} cannot be run: {last_line(said)}"
-
-    def _missing(self, host: str, found: _Python) -> str:
-        ours = installed_version()
-        by_hand = f"ssh {host} {shlex.quote(found.path)} -m pip install"
-        other = f"; or name another Python there: --on ssh:{host},python=/path/to/venv"
-        if not found.has_torch:
-            return f"{host}: {found.path} (Python {found.release}) has no torch: {by_hand} torch{other}"
-        if found.guava is None:
-            return (
-                f"{host}: {found.path} (Python {found.release}) has no guava_nb: install this version, {ours}, there from where "
-                f"you have it here, as in  {by_hand} guava-nb=={ours}{other}"
-            )
-        if found.guava != ours:
-            return (
-                f"{host}: {found.path} has guava_nb {found.guava}, and {ours} is here; both sides need the same: "
-                f"{by_hand} guava-nb=={ours}{other}"
-            )
-        return ""
 
     # ------------------------------------------------------------------------------------------------------- starting
 
@@ -168,7 +130,7 @@ class SshLauncher(Launcher):
             self._pythons[host].path, "-", self.mark, gpus="" if self._device else "auto", device=self._device
         )
         command = f"exec {shlex.join(words)}"
-        worker = self._workers[host] = SshProcess(self._words(host, command, *back))
+        worker = self._workers[host] = AttachedProcess(self._words(host, command, *back))
         code = order.code
         if back:
             port = worker.wait_for_port(FORWARD_S)
@@ -177,9 +139,10 @@ class SshLauncher(Launcher):
             code = code.with_address("127.0.0.1", port)
         worker.say(code.encode())
 
-    def _why_ended(self, host: str, worker: SshProcess, else_why: str) -> str:
-        if worker.status() == 255:
-            return why_not(worker.said(), Asked(host, 0))
+    def _why_ended(self, host: str, worker: AttachedProcess, else_why: str) -> str:
+        sentence = why_not(worker.said(), Asked(host, 0))
+        if worker.status() == 255 and "ended: " not in sentence:  # ssh said something that is known
+            return sentence
         return f"{host} {else_why}: {last_line(chr(10).join(worker.said()))}"
 
     def follow(self, code: JoinCode) -> None:
@@ -203,10 +166,15 @@ class SshLauncher(Launcher):
             return ""
         return "; ".join(self._ended(host, worker) for host, worker in self._workers.items())
 
-    def _ended(self, host: str, worker: SshProcess) -> str:
+    def _ended(self, host: str, worker: AttachedProcess) -> str:
         if worker.status() == 0:
             return f"the worker on {host} has left"
-        return self._why_ended(host, worker, f"ended its worker with status {worker.status()}")
+        how = (
+            "or the way to it ended the worker"
+            if worker.status() == 255
+            else f"ended the worker with status {worker.status()}"
+        )
+        return self._why_ended(host, worker, how)
 
     # --------------------------------------------------------------------------------------------------------- ending
 
@@ -244,7 +212,9 @@ class SshLauncher(Launcher):
     # ---------------------------------------------------------------------------------------------------------- words
 
     def _words(self, host: str, command: str, *more: str) -> list[str]:
-        ssh = find_program("ssh", "install OpenSSH's client (apt install openssh-client; on Windows: Optional features)")
+        ssh = find_program(
+            "ssh", "install OpenSSH's client (apt install openssh-client; on Windows: Optional features)"
+        )
         options = [word for name, value in OPTIONS.items() for word in ("-o", f"{name}={value}")]
         return [ssh, *self._ssh_options, "-T", "-x", *options, *more, "--", host, command]
 

@@ -1,8 +1,8 @@
 """Which of how many processes this one is, as the program that started it says in the environment. Pure.
 
-torchrun, Open MPI (`OMPI_*`), HPE's PALS (`PALS_*`), MPICH and Intel MPI (`PMI_*`), a step of Slurm (`SLURM_*`) and an indexed Job
-of Kubernetes (`JOB_COMPLETION_INDEX`) are known, asked in this order: an MPI starts its processes by Slurm, whose numbers then
-count something else.
+torchrun, Open MPI (`OMPI_*`), HPE's PALS (`PALS_*`), MPICH and Intel MPI (`PMI_*`), a step of Slurm (`SLURM_*`) and an indexed
+Job of Kubernetes (`JOB_COMPLETION_INDEX`) are known, asked in this order: an MPI starts its processes by Slurm, whose numbers
+then count something else.
 """
 
 from __future__ import annotations
@@ -89,7 +89,12 @@ def _torchrun(found: _Variables) -> TaskPlace | None:
         return None
     job = found.text("TORCHELASTIC_RUN_ID")
     return TaskPlace(
-        "torchrun", rank, size, found.number("LOCAL_RANK") or 0, found.number("LOCAL_WORLD_SIZE"), job and f"torchrun-{job}"
+        "torchrun",
+        rank,
+        size,
+        found.number("LOCAL_RANK") or 0,
+        found.number("LOCAL_WORLD_SIZE"),
+        job and f"torchrun-{job}",
     )
 
 
@@ -119,7 +124,10 @@ def _pmi(found: _Variables) -> TaskPlace | None:
     rank, size = found.number("PMI_RANK"), found.number("PMI_SIZE")
     if rank is None:
         return None
-    local, local_size = found.number("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), found.number("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+    local, local_size = (
+        found.number("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        found.number("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    )
     step = _slurm(found)
     if step is not None and (step.rank, step.world_size) == (rank, size):  # srun --mpi=pmi2 says both
         return TaskPlace("Slurm", rank, size, step.local_rank, step.local_size, step.job)
@@ -129,7 +137,11 @@ def _pmi(found: _Variables) -> TaskPlace | None:
 
 def _slurm(found: _Variables) -> TaskPlace | None:
     """A task of a step; a batch script, which Slurm calls task 0 too, belongs to no step and is none."""
-    rank, job, step = found.number("SLURM_PROCID"), found.text("SLURM_JOB_ID", "SLURM_JOBID"), found.text("SLURM_STEP_ID", "SLURM_STEPID")
+    rank, job, step = (
+        found.number("SLURM_PROCID"),
+        found.text("SLURM_JOB_ID", "SLURM_JOBID"),
+        found.text("SLURM_STEP_ID", "SLURM_STEPID"),
+    )
     if rank is None or not step:
         return None
     counts = _counts(found.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
@@ -159,5 +171,3 @@ def _kubernetes(found: _Variables) -> TaskPlace | None:
     if index is None:
         return None
     return TaskPlace("Kubernetes", index, found.number("WORLD_SIZE"))
-
-
