@@ -55,7 +55,7 @@ def _forget(environ: MutableMapping[str, str]) -> None:
 
 
 def _lead(task: TaskPlace, board: Board, host: str, run_script: Callable[[], int]) -> int:
-    from guava_nb.cluster.launched_workers import launch_as_standing
+    from guava_nb.cluster.elsewhere.launched_workers import launch_as_standing
 
     others = (task.world_size or 1) - 1
     launch_as_standing(lambda: RanksLauncher(board, others), "" if task.is_one_machine else host)

@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.cluster.dialled_workers import DialledWorkers
 from guava_nb.cluster.diary import Diary
-from guava_nb.cluster.launched_workers import LaunchedWorkers
+from guava_nb.cluster.elsewhere.dialled_workers import DialledWorkers
+from guava_nb.cluster.elsewhere.launched_workers import LaunchedWorkers
 from guava_nb.cluster.notices import Notices
 from guava_nb.cluster.session_file import SavedSession, SessionFile
 from guava_nb.cluster.session_status import StatusWriter

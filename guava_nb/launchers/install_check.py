@@ -1,4 +1,4 @@
-"""What a Python elsewhere must have so that `guava worker` runs there: how it is asked, what is said where it lacks that. Pure."""
+"""What a Python elsewhere must have so that `guava worker` runs there, and what is said where it lacks that. Pure."""
 
 from __future__ import annotations
 

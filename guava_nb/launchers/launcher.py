@@ -83,11 +83,12 @@ class Launcher(ABC):
             ConfigError: they cannot be started. What was started before is ended by `end`.
         """
 
+    @abstractmethod
     def follow(self, code: JoinCode) -> None:
         """The session has another address: let workers that are away, or still to come, know the new code."""
 
     def look(self) -> str:
-        """How it stands, as a sentence, where that is news to a person: a worker that ended, a job that waits. May take seconds."""
+        """How it stands, as a sentence, where that is news: a worker that ended, a job that waits. May take seconds."""
         return ""
 
     def failure(self) -> str:

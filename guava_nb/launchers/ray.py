@@ -54,8 +54,8 @@ class RayLauncher(Launcher):
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace=self.mark)
             except (ConnectionError, RuntimeError, ValueError) as problem:
                 raise ConfigError(
-                    f"Ray's cluster at {self._address} does not answer ({' '.join(str(problem).split())[:200]}): start it (ray start "
-                    "--head), name it (address=HOST:6379), or say address=local"
+                    f"Ray's cluster at {self._address} does not answer ({' '.join(str(problem).split())[:200]}): start it (ray "
+                    "start --head), name it (address=HOST:6379), or say address=local"
                 ) from problem
             self._is_ours = True
         total = ray.cluster_resources()
@@ -98,7 +98,7 @@ class RayLauncher(Launcher):
             actor.say.remote(self._code)
 
     def look(self) -> str:
-        """Have each actor that is new, or was started anew on another machine, start its worker; and what is news of the others."""
+        """Have each actor that is new, or was started anew elsewhere, start its worker; gives what is news of the others."""
         import ray
 
         asked = {actor.begin.remote(self._code): number for number, actor in enumerate(self._actors)}

@@ -26,6 +26,7 @@ __all__ = [
     "LocalWorkers",
     "cautions",
     "code_to_dial",
+    "first_settings",
     "goes_on_notes",
     "memory_caution",
     "orchestrator_settings",
@@ -64,6 +65,13 @@ def orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:
     if args.no_tls:
         settings["tls"] = False
     return settings
+
+
+def first_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the workers that a line starts make of a session's settings, where the line says nothing else."""
+    expected = {"num_workers": args.local} if args.local else {}
+    # Once the session stands the line's are started: a start that fails leaves it open.
+    return {**expected, "workers_on": ""} if args.on else expected
 
 
 def cautions(args: argparse.Namespace, host: Host, running: int) -> list[str]:
@@ -141,6 +149,8 @@ def start_elsewhere(orchestrator: Any, args: argparse.Namespace, tell: Callable[
     Raises:
         ConfigError: something that it needs is missing, or the workers have ended again; the session stays open.
     """
+    if not args.on:
+        return []
     if orchestrator.launched(args.on) is not None:
         return [f"--on {args.on} was started already; %guava_down ends it."]
     local, before = args.local or 0, len(orchestrator.status().workers)

@@ -39,7 +39,11 @@ def launcher(server: sshd.Sshd, what: str) -> SshLauncher:
 
 def marked(mark: str) -> list[psutil.Process]:
     """The workers of one start."""
-    return [one for one in psutil.process_iter(["cmdline"]) if mark in (one.info["cmdline"] or ()) and "worker" in one.info["cmdline"]]
+    return [
+        one
+        for one in psutil.process_iter(["cmdline"])
+        if mark in (one.info["cmdline"] or ()) and "worker" in one.info["cmdline"]
+    ]
 
 
 def test_workers_of_two_hosts_come_back_through_a_port_and_go_with_the_session(server: sshd.Sshd) -> None:
@@ -82,7 +86,10 @@ def test_a_worker_that_does_not_leave_is_ended_and_no_other(server: sshd.Sshd) -
 def test_what_a_host_lacks_is_told_before_anything_starts(
     server: sshd.Sshd, tmp_path: Path, what: str, sentence: str
 ) -> None:
-    for name, facts in (("old", '["/old", "3.11", "0.0.1", "2.13", 0, ""]'), ("bare", '["/bare", "3.11", null, null, 0, "ModuleNotFoundError: x"]')):
+    for name, facts in (
+        ("old", '["/old", "3.11", "0.0.1", "2.13", 0, ""]'),
+        ("bare", '["/bare", "3.11", null, null, 0, "ModuleNotFoundError: x"]'),
+    ):
         (tmp_path / name).write_text(f"#!/bin/sh\necho 'guava-facts {facts}'\n")
         (tmp_path / name).chmod(0o755)
     found = launcher(server, what.format(folder=tmp_path))

@@ -16,6 +16,7 @@ from guava_nb.launchers.launcher import Launcher, Order
 from guava_nb.launchers.launches import Launches
 from guava_nb.launchers.registry import make_launcher
 from guava_nb.link.listener import Listener
+from guava_nb.link.tunnel_keeper import TunnelKeeper
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.transport.tcp import is_loopback
 
@@ -39,16 +40,12 @@ class LaunchedWorkers:
 
     _open_cluster: Callable[[], Cluster]
     _listener: Listener | None
+    _keeper: TunnelKeeper | None
     _file: SessionFile | None
     _notices: Notices
     config: DistributedConfig
     expect_workers: Callable[[int], None]
     _launches: Launches | None = None
-
-    @property
-    def join_code(self) -> JoinCode:
-        """The code that workers join with."""
-        raise NotImplementedError
 
     def launch_on(self, on: Launcher | str) -> Launcher:
         """Have workers started by ssh, Slurm, Kubernetes, Ray, Docker or another package's launcher; returns the launcher.
@@ -117,8 +114,9 @@ class LaunchedWorkers:
         return self._launches
 
     def _order(self) -> Order:
-        code, listener = self.join_code, self._listener
+        listener, keeper = self._listener, self._keeper
         assert listener is not None
+        code = listener.join_code() if keeper is None else keeper.code
         folder: Path = state_folder() / "launched"
         return Order(code, not is_loopback(code.host), listener.port, folder, self._tell_launched)
 
