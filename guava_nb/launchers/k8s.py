@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 from guava_nb.errors import ConfigError
 from guava_nb.launchers.install_check import IMAGE, own_image
 from guava_nb.launchers.k8s_manifest import JobWish, job_of, label_of, secret_of
-from guava_nb.launchers.launcher import Launcher, Order
+from guava_nb.launchers.launcher import Launcher, Order, remove_secret
 from guava_nb.launchers.programs import find_program, last_line, run_program
 from guava_nb.protocol.joincode import JoinCode
 
@@ -54,6 +55,7 @@ class KubernetesLauncher(Launcher):
         )
         self._is_applied = found.get("apply") != "no"
         self._where = [f"--{key}={found[key]}" for key in ("context", "namespace") if found.get(key)]
+        self._files: list[Path] = []
         self._looked, self._state, self._over, self._has_begun = 0.0, "", "", False
 
     def check(self) -> None:
@@ -84,6 +86,7 @@ class KubernetesLauncher(Launcher):
         path = code.with_suffix(".yaml")
         manifest = yaml.safe_dump(job_of(self.mark, self._wish), sort_keys=False)
         path.write_text(manifest, encoding="utf-8")
+        self._files = [code, path]
         where = "".join(f" {word}" for word in self._where)
         return (
             f"To start the workers, where kubectl knows your cluster:\n"
@@ -121,8 +124,10 @@ class KubernetesLauncher(Launcher):
         return self._over
 
     def end(self) -> str:
-        """Delete what carries the mark."""
+        """Delete what carries the mark; of a manifest that was only shown, the files here."""
         if not self._is_applied:
+            for path in self._files:
+                remove_secret(path)
             return ""
         done = self._kubectl("delete", "job,secret", "-l", label_of(self.mark), "--wait=false", "--ignore-not-found")
         return f"kubectl could not delete it: {last_line(done.stderr)}" if done.returncode else ""
