@@ -82,7 +82,7 @@ class _Worker:
             failed = failed if found == code else 0
             code = found
             failed = 0 if self._serve(code, device) == 0 else failed + 1
-        return 1 if failed else 0
+        return int(failed > MOST_AGAIN)  # else rank 0 has ended, whose status tells how
 
     def _next_code(self, before: str) -> str | None:
         return code_for_rank(self._board, before, self._wait_s, lambda: self._is_asked_to_end)

@@ -1,4 +1,4 @@
-"""`--on ssh:...` with a real sshd: the check before the start, the way back through NAT, and that the end ends what was started."""
+"""`--on ssh:...` with a real sshd: the check before the start, the way back, and that the end ends what was started."""
 
 from __future__ import annotations
 

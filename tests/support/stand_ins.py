@@ -26,7 +26,9 @@ class StandIns:
         case = self.folder / f"{name}.cases"
         answer = f"printf %s {shlex.quote(says)}; printf %s {shlex.quote(complains)} >&2; exit {status}"
         known = case.read_text() if case.exists() else ""
-        case.write_text((f'case " $* " in *{shlex.quote(f" {when} ")}*) {answer};; esac\n' if when else f"{answer}\n") + known)
+        case.write_text(
+            (f'case " $* " in *{shlex.quote(f" {when} ")}*) {answer};; esac\n' if when else f"{answer}\n") + known
+        )
         script = self.folder / name
         script.write_text(
             f'#!/bin/sh\nprintf "%s\\n" "$*" >> {self.folder}/{name}.lines\ncat > {self.folder}/{name}.input\n. {case}\n'

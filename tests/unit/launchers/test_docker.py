@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 from guava_nb.config.version import installed_version
@@ -36,7 +35,9 @@ def said(programs: StandIns) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_the_code_goes_by_standard_input_and_the_end_removes_what_carries_the_mark(daemon: StandIns, order: Order) -> None:
+def test_the_code_goes_by_standard_input_and_the_end_removes_what_carries_the_mark(
+    daemon: StandIns, order: Order
+) -> None:
     launcher = DockerLauncher("2,gpus=2,image=img")
     launcher.check()
     launcher.start(order)
@@ -49,7 +50,10 @@ def test_the_code_goes_by_standard_input_and_the_end_removes_what_carries_the_ma
     assert '"device=2,3"' in runs[1] and all("--network" not in line and "--init" in line for line in runs)
     assert launcher.count == 4 and launcher.failure() == "" and launcher.look() == ""
     assert launcher.end() == "" and said(daemon).count("leave") == 2
-    assert daemon.lines("docker")[-2:] == [f"ps --all --quiet --filter label=guava-nb.start={launcher.mark}", "rm --force left-over"]
+    assert daemon.lines("docker")[-2:] == [
+        f"ps --all --quiet --filter label=guava-nb.start={launcher.mark}",
+        "rm --force left-over",
+    ]
     assert not any("guava1:" in line for line in daemon.lines("docker"))
 
 
@@ -74,7 +78,8 @@ def test_docker_desktop_has_a_name_for_this_machine(
 
 
 def test_a_container_that_ended_is_told_with_its_last_line(programs: StandIns, order: Order) -> None:
-    programs.put("docker", "no space left on device\n", status=125)
+    programs.put("docker")
+    (programs.folder / "docker").write_text("#!/bin/sh\necho no space left on device\nexit 125\n")
     launcher = DockerLauncher("1")
     launcher.start(order)
     eventually(launcher.failure, 20, "it has ended")
@@ -97,5 +102,3 @@ def test_what_is_missing_is_told_first(
         programs.put("docker", says, status, when, complains)
     with pytest.raises(ConfigError, match=sentence):
         DockerLauncher("1").check()
-
-

@@ -23,8 +23,14 @@ def test_this_python_has_all_of_it() -> None:
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
-        (PythonThere("/p", "3.9", OURS, None, 0, "ModuleNotFoundError: No module named 'torch'"), "has no torch: PIP torch; OTHER"),
-        (PythonThere("/p", "3.9", OURS, None, 0, "OSError: libcudart.so"), "has no torch that loads (OSError: libcudart.so): PIP"),
+        (
+            PythonThere("/p", "3.9", OURS, None, 0, "ModuleNotFoundError: No module named 'torch'"),
+            "has no torch: PIP torch; OTHER",
+        ),
+        (
+            PythonThere("/p", "3.9", OURS, None, 0, "OSError: libcudart.so"),
+            "has no torch that loads (OSError: libcudart.so): PIP",
+        ),
         (PythonThere("/p", "3.9", None, "2.13"), f"has no guava_nb: install this version, {OURS}"),
         (PythonThere("/p", "3.9", "9.9", "2.13"), f"has guava_nb 9.9, and {OURS} is here"),
     ],

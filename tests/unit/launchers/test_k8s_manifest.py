@@ -23,14 +23,23 @@ def test_each_pod_is_one_worker_that_gets_sigterm_and_time() -> None:
 
 
 def test_the_container_runs_a_line_that_the_command_takes() -> None:
-    words = job_of("guava-1", JobWish(1, "img", python="/opt/python"))["spec"]["template"]["spec"]["containers"][0]["command"]
+    words = job_of("guava-1", JobWish(1, "img", python="/opt/python"))["spec"]["template"]["spec"]["containers"][0][
+        "command"
+    ]
     assert words[:3] == ["/opt/python", "-m", "guava_nb"]
     args = build_parser().parse_args(words[3:])
-    assert (args.join_file, args.mark, args.gpus, args.asked_status) == ("/var/run/guava/join-code", "guava-1", "auto", ASKED)
+    assert (args.join_file, args.mark, args.gpus, args.asked_status) == (
+        "/var/run/guava/join-code",
+        "guava-1",
+        "auto",
+        ASKED,
+    )
 
 
 @pytest.mark.parametrize("made", [job_of("guava-1", JobWish(1, "img")), secret_of("guava-1", "x")])
 def test_all_carries_the_mark(made: dict[str, dict[str, dict[str, str]]]) -> None:
     key, _, value = label_of("guava-1").partition("=")
     assert made["metadata"]["labels"][key] == value == "guava-1"
-    assert not job_of("guava-1", JobWish(1, "img", gpus=0))["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert not job_of("guava-1", JobWish(1, "img", gpus=0))["spec"]["template"]["spec"]["containers"][0]["resources"][
+        "limits"
+    ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from guava_nb.errors import ConfigError
 from guava_nb.launchers import launcher_names, make_launcher, registry
@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_every_one_of_ours_is_made_from_its_own_example() -> None:
     for name in ("ssh", "slurm", "k8s", "ray", "docker"):
         kind = launcher_class(name)
-        made = make_launcher(f"{name}:{kind.example}")
-        assert made.name == name and made.mark != make_launcher(f"{name}:{kind.example}").mark
+        made = make_launcher(kind.example)
+        assert made.name == name and made.mark != make_launcher(kind.example).mark
         assert made.count >= 1 and issubclass(kind, Launcher)
 
 
@@ -45,7 +45,10 @@ def test_another_package_adds_one_and_takes_none_of_ours(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("entry", "sentence"),
-    [("nowhere.at.all:X", "cannot be used: ModuleNotFoundError"), ("json:dumps", "no subclass of guava_nb.launchers.Launcher")],
+    [
+        ("nowhere.at.all:X", "cannot be used: ModuleNotFoundError"),
+        ("json:dumps", "no subclass of guava_nb.launchers.Launcher"),
+    ],
 )
 def test_a_broken_one_is_told_with_its_package(monkeypatch: pytest.MonkeyPatch, entry: str, sentence: str) -> None:
     named(monkeypatch, ("lsf", entry))

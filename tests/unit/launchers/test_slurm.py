@@ -38,7 +38,9 @@ def started(text: str, order: Order) -> SlurmLauncher:
 def test_the_job_has_its_options_and_no_secret_in_sight(cluster: StandIns, order: Order) -> None:
     launcher = started("8,time=4:00:00,partition=gpu,exclusive=", order)
     words = shlex.split(cluster.lines("sbatch")[-1])
-    assert {"--parsable", "--ntasks=8", "--gpus-per-task=1", "--time=4:00:00", "--partition=gpu", "--exclusive"} < set(words)
+    assert {"--parsable", "--ntasks=8", "--gpus-per-task=1", "--time=4:00:00", "--partition=gpu", "--exclusive"} < set(
+        words
+    )
     assert {"--requeue", "--signal=TERM@90", f"--job-name={launcher.mark}"} < set(words)
     script, code = cluster.input("sbatch"), order.folder / f"{launcher.mark}.code"
     assert f"exec srun --kill-on-bad-exit=0 --wait=0 {sys.executable} -m guava_nb worker --join-file {code}" in script
