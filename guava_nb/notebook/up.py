@@ -160,9 +160,10 @@ def start_elsewhere(orchestrator: Any, args: argparse.Namespace, tell: Callable[
         orchestrator.expect_workers(launcher.count + max(local, before))
     if not launcher.is_prompt:
         return ["They join when they are started there: %guava_train waits for them, %guava_status shows who is here."]
-    here = orchestrator.wait_for_launched(launcher.count + before, LOCAL_JOIN_S)
-    if here < launcher.count + before:
-        return [f"{here} workers are here; those that are still missing join as soon as they can (%guava_status)."]
+    wanted = launcher.count + before
+    here = orchestrator.wait_for_launched(wanted, LOCAL_JOIN_S)
+    if here < wanted:
+        return [f"{here} of {wanted} workers are here; the others join as soon as they can (%guava_status shows them)."]
     return []
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -60,33 +61,35 @@ class First:
         self._outer.communicate(timeout=20)
 
 
-def test_sigterm_lets_the_first_process_leave_and_tells_the_job_that_it_was_asked(tmp_path: Path) -> None:
+def has_joined(first: First, orchestrator: Orchestrator, path: Path) -> int:
+    orchestrator.wait_for_workers(1, 90)
+    return ASKED
+
+
+def waits_for_its_code(first: First, orchestrator: Orchestrator, path: Path) -> int:
+    caught, bit = Path(f"/proc/{first.process.pid}/status"), 1 << (signal.SIGTERM - 1)
+    eventually(lambda: int(caught.read_text().partition("SigCgt:\t")[2].split()[0], 16) & bit, 30, "it takes SIGTERM")
+    return 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("at", [waits_for_its_code, has_joined])
+def test_sigterm_ends_it_with_a_leave_and_tells_the_job_that_it_was_asked(
+    at: Callable[..., int], tmp_path: Path
+) -> None:
     path = tmp_path / "join-code"
     with Orchestrator() as orchestrator:
-        path.write_text(orchestrator.join_code.encode())
+        if at is has_joined:
+            path.write_text(orchestrator.join_code.encode())
+        else:
+            os.mkfifo(path)  # opening it waits, as a volume that is not there yet
         first = First(path)
         try:
-            orchestrator.wait_for_workers(1, 90)
+            expected = at(first, orchestrator, path)
             first.process.send_signal(signal.SIGTERM)
             status, output = first.end()
         except BaseException:
             first.kill()
             raise
-        assert status == ASKED and "left" in output
-        eventually(lambda: "asked to leave" in " ".join(map(str, orchestrator.status().notes)), 20, "the leave is told")
-
-
-def test_sigterm_ends_the_first_process_that_has_not_begun(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "join-code")  # opening it waits, as a volume that is not there yet
-    first = First(tmp_path / "join-code")
-    try:
-        caught = Path(f"/proc/{first.process.pid}/status")
-        bit = 1 << (signal.SIGTERM - 1)
-        eventually(
-            lambda: int(caught.read_text().partition("SigCgt:\t")[2].split()[0], 16) & bit, 30, "it takes SIGTERM"
-        )
-        first.process.send_signal(signal.SIGTERM)
-        assert first.end()[0] == 128 + signal.SIGTERM
-    except BaseException:
-        first.kill()
-        raise
+        assert status == expected, output
+        if at is has_joined:
+            eventually(lambda: "asked to leave" in " ".join(map(str, orchestrator.status().notes)), 20, "it is told")

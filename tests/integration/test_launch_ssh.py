@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ import pytest
 
 from guava_nb import Orchestrator
 from guava_nb.errors import ConfigError
+from guava_nb.launchers.install_check import PythonThere
 from guava_nb.launchers.ssh import SshLauncher
 from tests.support import sshd
 from tests.support.processes import ROOT, eventually
@@ -39,39 +41,51 @@ def launcher(server: sshd.Sshd, what: str) -> SshLauncher:
 
 def marked(mark: str) -> list[psutil.Process]:
     """The workers of one start."""
-    return [
-        one
-        for one in psutil.process_iter(["cmdline"])
-        if mark in (one.info["cmdline"] or ()) and "worker" in one.info["cmdline"]
-    ]
+    lines = [(one, one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])]
+    return [one for one, words in lines if mark in words and "worker" in words]
 
 
-def test_workers_of_two_hosts_come_back_through_a_port_and_go_with_the_session(server: sshd.Sshd) -> None:
-    started = launcher(server, f"relay,relay-2,device=cpu,python={sys.executable}")
-    with Orchestrator() as orchestrator:  # listens on the loopback: without the port there is no way to it
-        assert orchestrator.launch_on(started) is started and started.count == 2
-        assert orchestrator.wait_for_launched(2, 90) == 2
-        assert "relay, relay-2" in " ".join(orchestrator.status().notes)
-        code = orchestrator.join_code.encode()
-        words = [word for process in marked(started.mark) for word in process.cmdline()]
-        assert words and code not in words and not any(word.startswith("guava1:") for word in words)
-        assert sorted(orchestrator.run_code("1 + 1").values()) == [2, 2]
-    eventually(lambda: not marked(started.mark), 30, "the workers are gone")
+def end_with_the_session(server: sshd.Sshd, started: SshLauncher, orchestrator: Orchestrator) -> None:
+    assert sorted(orchestrator.run_code("1 + 1").values()) == [2] * started.count
+    orchestrator.close()
 
 
-def test_a_worker_that_does_not_leave_is_ended_and_no_other(server: sshd.Sshd) -> None:
-    mine, other = (launcher(server, f"relay,device=cpu,python={sys.executable}") for _ in range(2))
-    with Orchestrator() as orchestrator:
-        for one in (mine, other):
-            orchestrator.launch_on(one)
-        assert orchestrator.wait_for_launched(2, 90) == 2
-        (worker,) = marked(mine.mark)
-        worker.suspend()  # obeys nothing
-        later = launcher(server, mine.what)  # as a kernel that was started anew knows it: by its text and mark
-        later.mark = mine.mark
-        assert later.end() == "" and not marked(mine.mark)
-        assert len(marked(other.mark)) == 1
-        eventually(lambda: "relay or the way to it ended the worker" in mine.look(), 20, "its end is told")
+def end_by_a_later_process(server: sshd.Sshd, started: SshLauncher, orchestrator: Orchestrator) -> None:
+    """As a kernel that was started anew knows it: by its text and mark. The workers obey nothing."""
+    for worker in marked(started.mark):
+        worker.suspend()
+    later = launcher(server, started.what)
+    later.mark = started.mark
+    assert later.end() == "" and not marked(started.mark)
+    eventually(
+        lambda: "relay or the way to it ended the worker" in " ".join(map(str, orchestrator.status().notes)),
+        30,
+        "it is told",
+    )
+
+
+@pytest.mark.parametrize("hosts", ["relay", "relay,relay-2"])
+@pytest.mark.parametrize("end", [end_with_the_session, end_by_a_later_process])
+def test_workers_come_back_through_a_port_and_are_ended_and_nothing_else(
+    server: sshd.Sshd, hosts: str, end: Callable[..., None]
+) -> None:
+    started = launcher(server, f"{hosts},device=cpu,python={sys.executable}")
+    words = [sys.executable, "-c", "input()", "worker", "--mark", f"{started.mark}0"]  # nearly the same, and not ours
+    bystander = subprocess.Popen(words, stdin=subprocess.PIPE)
+    try:
+        with Orchestrator() as orchestrator:  # listens on the loopback: without the port there is no way to it
+            assert orchestrator.launch_on(started) is started and started.count == len(hosts.split(","))
+            assert orchestrator.wait_for_launched(started.count, 120) == started.count
+            code, said = (
+                orchestrator.join_code,
+                [word for process in marked(started.mark) for word in process.cmdline()],
+            )
+            assert said and not any(code.encode() in word or word.startswith("guava1:") for word in said)
+            end(server, started, orchestrator)
+        eventually(lambda: not marked(started.mark), 30, "the workers are gone")
+        assert bystander.poll() is None
+    finally:
+        bystander.communicate(b"\n", timeout=20)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +114,9 @@ def test_what_a_host_lacks_is_told_before_anything_starts(
 
 def test_a_start_that_fails_on_one_host_ends_the_others(server: sshd.Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     started = launcher(server, f"relay,relay-2,device=cpu,python={sys.executable}")
-    begin = started._start_on
+    begin, python = started._start_on, PythonThere(sys.executable, "3", "1", "2")
+    monkeypatch.setattr(started, "_pythons", dict.fromkeys(("relay", "relay-2"), python))
+    monkeypatch.setattr(started, "check", lambda: None)
 
     def start_on(host: str) -> None:
         if host == "relay-2":

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -126,31 +126,43 @@ def test_an_unchanged_program_needs_no_code(launch, starter: str, tmp_path: Path
     assert not list((tmp_path / "guava_nb" / "ranks").iterdir()), "the secret is gone"
 
 
-@pytest.mark.parametrize("starter", ["torchrun", "mpirun", "srun"])
-def test_rank_0_orchestrates_the_others_in_each_of_its_sessions(launch, starter: str, tmp_path: Path) -> None:
-    status, output = launch(starter, 2, "--orchestrate", str(tmp_path / "script.py"), "2").end()
+def two_sessions(started: Launch, folder: Path) -> None:
+    status, output = started.end()
     assert status == 0, output
     assert output.count("workers rank-1") == 2 and output.count("trained 3 24 0") == 2, output
-    assert starter == "torchrun" or not list((tmp_path / "guava_nb" / "ranks").iterdir())
+    ranks = folder / "guava_nb" / "ranks"
+    assert not ranks.exists() or not list(ranks.iterdir()), "the secret is gone"
 
 
-def test_a_script_that_fails_ends_all_with_its_status(launch, tmp_path: Path) -> None:
-    status, output = launch("torchrun", 2, "--orchestrate", str(tmp_path / "script.py"), "1", "fail").end()
+def a_failure(started: Launch, folder: Path) -> None:
+    status, output = started.end()
     assert status != 0 and "the script is not content" in output, output
+
+
+def a_killed_worker(started: Launch, folder: Path) -> None:
+    path = folder / "worker.pid"
+    eventually(lambda: path.exists() and path.read_text(), LAUNCH_S, "the worker is here")
+    os.kill(int(path.read_text()), signal.SIGKILL)
+    status, output = started.end()
+    assert status == 0 and "trained 3 24 0" in output, output
+
+
+@pytest.mark.parametrize(
+    ("starter", "what"),
+    [
+        ("torchrun", two_sessions), ("mpirun", two_sessions), ("srun", two_sessions), ("torchrun", a_failure),
+        ("torchrun", a_killed_worker),
+    ],
+)  # fmt: skip
+def test_rank_0_orchestrates_the_others(
+    launch, starter: str, what: Callable[[Launch, Path], None], tmp_path: Path
+) -> None:
+    wait = WAITS_FOR_ANOTHER.format(path=str(tmp_path / "worker.pid")) if what is a_killed_worker else ""
+    (tmp_path / "script.py").write_text(SCRIPT.replace("        found =", f"{wait}        found ="))
+    arguments = {two_sessions: ("2",), a_failure: ("1", "fail"), a_killed_worker: ("1",)}[what]
+    what(launch(starter, 2, "--orchestrate", str(tmp_path / "script.py"), *arguments), tmp_path)
 
 
 def test_one_process_alone_is_told_to_be_more(launch, tmp_path: Path) -> None:
     status, output = launch("torchrun", 1, "--orchestrate", str(tmp_path / "script.py"), "1").end()
     assert status != 0 and "there is rank 0 alone" in output, output
-
-
-def test_a_worker_that_is_killed_costs_neither_the_rank_nor_the_script(launch, tmp_path: Path) -> None:
-    path = tmp_path / "worker.pid"
-    (tmp_path / "script.py").write_text(
-        SCRIPT.replace("        found =", f"{WAITS_FOR_ANOTHER.format(path=str(path))}        found =")
-    )
-    started = launch("torchrun", 2, "--orchestrate", str(tmp_path / "script.py"), "1")
-    eventually(lambda: path.exists() and path.read_text(), LAUNCH_S, "the worker is here")
-    os.kill(int(path.read_text()), signal.SIGKILL)
-    status, output = started.end()
-    assert status == 0 and "trained 3 24 0" in output, output

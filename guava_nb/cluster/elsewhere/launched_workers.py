@@ -68,8 +68,8 @@ class LaunchedWorkers:
         return launcher
 
     def launched(self, text: str) -> Launcher | None:
-        """The launcher that was started by this text and may still bring workers; None where there is none."""
-        return None if self._launches is None else self._launches.find(text)
+        """The launcher that this text started, here or before the kernel was started anew, if it may still bring workers."""
+        return self._have_launches().find(text)
 
     def wait_for_launched(self, count: int, limit_s: float) -> int:
         """Wait until so many workers are here, no launcher can bring another one, or the time is over; returns their number.
@@ -100,9 +100,10 @@ class LaunchedWorkers:
         return [*((make(), "") for make, _ in _standing), *([(make_launcher(on), on)] if on else [])]
 
     def _launch_first(self, launchers: list[tuple[Launcher, str]]) -> None:
-        """Start them; so many workers are expected then, unless the configuration says how many."""
+        """Start them, less what goes on of a killed process; so many workers are expected, unless the configuration says."""
         for launcher, text in launchers:
-            self._have_launches().start(launcher, text, self._order())
+            if not text or self.launched(text) is None:
+                self._have_launches().start(launcher, text, self._order())
         count = sum(launcher.count for launcher, _ in launchers)
         if count and self.config.origin("num_workers") == "default":
             self.expect_workers(count)
