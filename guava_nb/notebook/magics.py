@@ -76,8 +76,9 @@ class GuavaMagics(Magics):
         """Open the session or show the open one, and hand out the join code."""
         notes = self.session.open(args)
         (view,) = self.session.views(with_tunnel=False)[:1]
-        if self.session.is_local_only and not args.show_code:
-            notes.append("All workers are local, so no join code is shown; %guava_up --show-code shows it.")
+        if (self.session.is_local_only or args.on) and not args.show_code:
+            whose = "started by --on" if args.on else "local"
+            notes.append(f"All workers are {whose}, so no join code is shown; %guava_up --show-code shows it.")
         elif self.session.has_code:
             if note := self.session.tunnel_note:  # above the cell to paste, which fails without it
                 say(note)

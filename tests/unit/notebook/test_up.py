@@ -106,7 +106,8 @@ def counts(notebook: Any) -> list[Any]:
 
 def test_workers_elsewhere_are_started_once_and_waited_for(notebook: Any) -> None:
     shown = notebook.run("%guava_up --on ssh:gpu1,gpu2")
-    assert shown.ok and "Starting workers by ssh." in shown.text
+    assert shown.ok and "Starting workers by ssh." in shown.text and SECRET_CODE not in shown.text
+    assert SECRET_CODE in notebook.run("%guava_up --on ssh:gpu1,gpu2 --show-code").text
     assert notebook.orchestrator.expected_workers == 2 and counts(notebook) == [2]
     again = notebook.run("%guava_up --on ssh:gpu1,gpu2")
     assert "was started already; %guava_down ends it" in again.text and counts(notebook) == [2]
