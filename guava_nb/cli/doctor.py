@@ -12,7 +12,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from guava_nb.cli.worker import VARIABLE, ask_for_code
-from guava_nb.doctor import check_join, exit_status, run_checks
+from guava_nb.doctor import check_join, check_launcher, exit_status, run_checks
 from guava_nb.errors import ConfigError
 from guava_nb.render.checks import checks_view
 from guava_nb.render.text import to_text
@@ -33,13 +33,14 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("code", nargs="?", metavar="JOINCODE", help="what the orchestrator shows (see below)")
     parser.add_argument("--join", action="store_true", help="ask for a join code, and try the way to its listener")
+    parser.add_argument("--on", metavar="NAME:WHAT", help="also check what %%guava_up --on NAME:WHAT would need")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check and show."""
     text = code_text(args.code, args.join, os.environ, ask_for_code)
-    checks = run_checks()
+    checks = [*run_checks(), *([check_launcher(args.on)] if args.on else [])]
     way = check_join(text) if text else []
     print(to_text(checks_view(checks, way)))
     return exit_status([*checks, *way])

@@ -11,6 +11,8 @@ import queue
 import select
 import sys
 import threading
+import time
+from collections.abc import Callable
 
 __all__ = ["PastedLines"]
 
@@ -20,22 +22,41 @@ LONGEST_BYTES = 4096
 
 
 class PastedLines:
-    """What comes on standard input, from the first `take` on."""
+    """What comes on standard input, from the first `take` on.
 
-    def __init__(self) -> None:
+    Args:
+        is_kept: asked about each line as it comes, from a thread; False: it was obeyed, and is not given on.
+        on_end: called when the input ends.
+    """
+
+    def __init__(
+        self, is_kept: Callable[[str], bool] = lambda line: True, on_end: Callable[[], None] = lambda: None
+    ) -> None:
+        self._is_kept, self._on_end = is_kept, on_end
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
+    def first(self, limit_s: float) -> str:
+        """The first line; "" where the input ends before it, or none comes within `limit_s`."""
+        thread, until = self._begin(), time.monotonic() + limit_s
+        while self._lines.empty() and thread.is_alive() and time.monotonic() < until:
+            thread.join(LOOK_S / 5)
+        return "" if self._lines.empty() else self._lines.get()
+
     def take(self) -> list[str]:
         """Lines since the last call; never waits. Empty where there is no standard input."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._read, name="guava-stdin", daemon=True)
-            self._thread.start()
+        self._begin()
         found = []
         while not self._lines.empty():
             found.append(self._lines.get())
         return found
+
+    def _begin(self) -> threading.Thread:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._read, name="guava-stdin", daemon=True)
+            self._thread.start()
+        return self._thread
 
     def close(self) -> None:
         """Read no more. On Windows a read that is under way ends with the process."""
@@ -55,11 +76,13 @@ class PastedLines:
             except (OSError, ValueError):
                 return
             if not data:
+                self._on_end()
                 return
             *lines, held = (held + data).split(b"\n")
             held = held[-LONGEST_BYTES:]
-            for line in lines:
-                self._lines.put(line.decode("utf-8", "replace"))
+            for line in (data.decode("utf-8", "replace") for data in lines):
+                if self._is_kept(line):
+                    self._lines.put(line)
 
 
 def _ready(number: int) -> bool:

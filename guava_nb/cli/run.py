@@ -11,30 +11,39 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from guava_nb.cli.meeting import board_of, meet_at_board
+from guava_nb.cli.orchestrate import orchestrate
 from guava_nb.cli.worker import VARIABLE, ask_for_code, read_code
 from guava_nb.errors import ConfigError
+from guava_nb.launchers.task_place import TaskPlace, task_place
 
 if TYPE_CHECKING:
-    from guava_nb.backend.preset_group import Place
+    from guava_nb.backend.preset_group import Place, ProgramGroup
 
 __all__ = ["Outcome", "add_command", "place_from", "run_program"]
 
 BACKENDS = ("auto", "guava", "gloo", "nccl")
 WAIT_S = 300.0
+#: Who says which rank a process is that nothing else speaks of.
+LINE = "the line"
 EXIT_INTERRUPTED = 130
 
 EPILOG = f"""\
 The program is started once per rank, as torchrun would start it: it finds RANK, WORLD_SIZE and LOCAL_RANK in its
 environment, and whatever init_process_group(...) it calls gets a group that needs nothing but the hub. The hub is any
 open session (%guava_up, or Orchestrator.open()); its join code may also stand in {VARIABLE}, where no process list shows
-it. Under torchrun no code is needed, rank 0 has the hub: torchrun --nproc-per-node 2 -m guava_nb run train.py
+it. Under torchrun, mpirun and srun no code is needed, rank 0 has the hub: mpirun -n 4 guava run train.py
+
+With --orchestrate the program is a script with an Orchestrator: rank 0 runs it, the other ranks are the workers of each session
+that it opens: torchrun --nproc-per-node 4 -m guava_nb run --orchestrate train.py. Rank 0 computes nothing, so start one process
+more than there are GPUs.
 """
 
 
@@ -58,6 +67,11 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--wait", type=float, default=WAIT_S, metavar="S", help="seconds to wait for the other ranks (%(default)g)"
     )
+    parser.add_argument(
+        "--orchestrate",
+        action="store_true",
+        help="rank 0 runs the program, the other ranks are its workers (see below)",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", metavar="script.py", help="the program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
@@ -67,12 +81,14 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Meet the other ranks, run the program, leave; the exit status is the program's."""
     _check_program(args.program, args.module)
+    if args.orchestrate:
+        return orchestrate(
+            args, task_of(args, os.environ), lambda: run_program(args.program, args.arguments, args.module).status
+        )
     place = place_from(args, os.environ)
-    from guava_nb.backend.preset_group import ProgramGroup
-
     at_exit = ExitStack()
     with ExitStack() as now:
-        group = now.enter_context(ProgramGroup(place, _say))
+        group = now.enter_context(_met(place, args, os.environ))
         os.environ.update(group.environment())
         # Before the program registers functions of its own, which then run before this, as threads that it left do.
         atexit.register(at_exit.close)
@@ -87,30 +103,55 @@ def run(args: argparse.Namespace) -> int:
     return outcome.status
 
 
+def _met(
+    place: Place, args: argparse.Namespace, environ: MutableMapping[str, str]
+) -> AbstractContextManager[ProgramGroup]:
+    """The group of this place: at a hub whose code is known, by torchrun's store, or found by what started the processes."""
+    if place.code is not None or "MASTER_ADDR" in environ:
+        from guava_nb.backend.preset_group import ProgramGroup
+
+        return ProgramGroup(place, _say)
+    task = task_of(args, environ)
+    return meet_at_board(place, task, board_of(task, environ, place.wait_s), _say)
+
+
+def task_of(args: argparse.Namespace, environ: MutableMapping[str, str]) -> TaskPlace:
+    """The place as the line says it, else as what started this process says it; torchrun's variables then say the same.
+
+    Raises:
+        ConfigError: it is not told.
+    """
+    found = task_place(environ)
+    rank = _number("--rank", args.rank, "RANK", None if found is None else found.rank)
+    size = _number("--world-size", args.world_size, "WORLD_SIZE", None if found is None else found.world_size)
+    task = TaskPlace(LINE, rank, size) if found is None else replace(found, rank=rank, world_size=size)
+    if found is not None:
+        environ.update({name: value for name, value in task.variables().items() if name.startswith("LOCAL_")})
+    return task
+
+
 def place_from(args: argparse.Namespace, environ: MutableMapping[str, str]) -> Place:
     """Read which rank this is from the line or the environment.
 
     Raises:
         ConfigError: it is not told, or there is no such rank.
     """
-    rank = _number("--rank", args.rank, "RANK", environ)
-    size = _number("--world-size", args.world_size, "WORLD_SIZE", environ)
+    task = task_of(args, environ)
+    rank, size = task.rank, task.world_size or 0
     if args.wait <= 0:
         raise ConfigError(f"--wait must be above 0 seconds, not {args.wait:g}")
-    launched = args.join is None and VARIABLE not in environ and "MASTER_ADDR" in environ
+    launched = args.join is None and VARIABLE not in environ and ("MASTER_ADDR" in environ or task.by != LINE)
     code = None if launched else read_code(args.join, environ, ask_for_code)
     from guava_nb.backend.preset_group import Place  # imports torch, which takes seconds: a wrong line is told before
 
     return Place(rank, size, code, args.job, "guava" if args.backend == "auto" else args.backend, args.wait)
 
 
-def _number(option: str, given: int | None, variable: str, environ: Mapping[str, str]) -> int:
-    if given is not None:
-        return given
-    text = environ.get(variable, "")
-    if not text.strip().isdecimal():
+def _number(option: str, given: int | None, variable: str, told: int | None) -> int:
+    number = told if given is None else given
+    if number is None:
         raise ConfigError(f"{option} is missing: which process of how many is this? {variable} is not set either")
-    return int(text)
+    return number
 
 
 def _check_program(program: str, module: bool) -> None:

@@ -11,9 +11,11 @@ import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from guava_nb.cli.join_file import JoinFile
 from guava_nb.cli.live import LiveLines, live_lines
 from guava_nb.cli.pasting import PastedLines
 from guava_nb.errors import ConfigError
+from guava_nb.launchers.task_place import TaskPlace, task_place
 from guava_nb.processes.interrupts import interrupts_counted
 from guava_nb.render import redact, to_text, worker_view
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from guava_nb.processes.launcher import WorkerHandle, WorkerState
     from guava_nb.protocol.joincode import JoinCode
 
-__all__ = ["add_command", "ask_for_code", "devices_for", "follow", "read_code"]
+__all__ = ["add_command", "ask_for_code", "devices_for", "follow", "own_device", "read_code"]
 
 VARIABLE = "GUAVA_JOIN_CODE"
 POLL_S = 0.5
@@ -36,7 +38,10 @@ AWAY = "reconnecting"
 
 EPILOG = f"""\
 The join code is a secret. As an argument it can be seen in this machine's process list while the command runs. Safer
-are the variable {VARIABLE}, or no code at all: then you are asked for it and it is not shown.
+are the variable {VARIABLE}, or no code at all: then you are asked for it and it is not shown. A program that starts this
+command gives --join-file: a file that only this user can read, or "-" and one line of standard input. The file is read again,
+and the next line is read, when the session is away: a new code leads there. Where torchrun, Slurm or an MPI starts several of
+these on one machine, each takes the GPU of its local rank.
 """
 
 NOTICE = """\
@@ -48,36 +53,80 @@ def add_command(commands: Any) -> None:
     """Declare the subcommand and its options."""
     parser = commands.add_parser("worker", help="join a session from this machine", description=__doc__, epilog=EPILOG)
     parser.add_argument("code", nargs="?", metavar="JOINCODE", help="what the orchestrator shows (see below)")
+    parser.add_argument(
+        "--join-file", metavar="FILE", help="a file with the join code; - is standard input (see below)"
+    )
     parser.add_argument("--listen", action="store_true", help="wait to be dialled, and show the join code for that")
     parser.add_argument("--host", default="127.0.0.1", help="with --listen: address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="with --listen: port, of the first device (any free one)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps; auto takes a GPU if there is one")
-    where.add_argument("--gpus", metavar="all", help="one worker for each GPU: all, or their numbers (0,2)")
+    where.add_argument(
+        "--gpus",
+        metavar="all",
+        help="one worker for each GPU: all, or their numbers (0,2); auto: all, or the processor",
+    )
+    parser.add_argument(
+        "--end-with-input", action="store_true", help="leave when standard input ends, with --join-file -"
+    )
+    parser.add_argument("--mark", metavar="WORD", help="has no effect: by it a program finds what it started")
+    parser.add_argument(
+        "--asked-status", type=int, default=0, metavar="N", help="exit with N when a signal let it leave (%(default)s)"
+    )
     parser.add_argument("--name", default="", help="what the orchestrator calls it (host and device)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Join and stay until the session ends; 0 when every worker left as it should."""
-    if args.listen and args.code:
+    if args.listen and (args.code or args.join_file):
         raise ConfigError("--listen waits to be dialled, so it takes no join code: leave one of the two out")
-    code = None if args.listen else read_code(args.code, os.environ, ask_for_code)
+    if args.code and args.join_file:
+        raise ConfigError("a join code and --join-file were given: leave one of the two out")
+    _end_as_process_1()
+    file = JoinFile(args.join_file, args.end_with_input) if args.join_file else None
+    code = None if args.listen else read_code(file.first() if file else args.code, os.environ, ask_for_code)
     print(NOTICE, file=sys.stderr)
-    devices = devices_for(args.gpus, args.device)
+    devices = devices_for(args.gpus, own_device(args.device, task_place(os.environ)))
     names = [args.name if len(devices) == 1 or not args.name else f"{args.name}-{k}" for k in range(len(devices))]
     workers: list[WorkerHandle] = []
-    pasted = PastedLines()
+    pasted = file or PastedLines()
     try:
         for k, (device, name) in enumerate(zip(devices, names, strict=True)):
             workers.append(_listening(args, k, device, name) if code is None else _joining(code, device, name))
         live = live_lines(sys.stdout)
         say = _say if live is None else live.say
-        return follow(workers, say, pasted=None if code is None else pasted.take, live=live)
+        asked: list[int] = []
+        status = follow(
+            workers,
+            say,
+            pasted=None if code is None else pasted.take,
+            live=live,
+            asked=lambda: asked.append(args.asked_status),
+        )
+        return status or max(asked, default=0)
     finally:
         pasted.close()
         for worker in workers:
             worker.close()
+
+
+def _end_as_process_1() -> None:
+    """As the first process of a container: the kernel delivers it no signal that it has no handler for."""
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+def own_device(device: str, place: TaskPlace | None) -> str:
+    """The device of this process where others were started with it on this machine: the GPU of its local rank."""
+    if device != "auto" or place is None or (place.local_size or 1) == 1:
+        return device
+    from guava_nb.telemetry.hardware import visible_devices
+
+    here = [found for found in visible_devices() if found != "cpu"]
+    if len(here) < 2:  # none, or the one that its starter gave it
+        return device
+    return here[place.local_rank % len(here)]
 
 
 def _joining(code: JoinCode, device: str, name: str) -> WorkerHandle:
@@ -115,7 +164,7 @@ def devices_for(gpus: str | None, device: str) -> list[str]:
     """Return the devices to start a worker on.
 
     Args:
-        gpus: "all", numbers with commas between them, or None.
+        gpus: "all", "auto", numbers with commas between them, or None.
         device: used without `gpus`.
 
     Raises:
@@ -126,9 +175,11 @@ def devices_for(gpus: str | None, device: str) -> list[str]:
     from guava_nb.telemetry.hardware import visible_devices
 
     here = [found for found in visible_devices() if found != "cpu"]
+    if not here and gpus == "auto":
+        return ["cpu"]
     if not here:
         raise ConfigError("--gpus: torch sees no GPU here; `guava doctor` says why, and --device cpu works everywhere")
-    wanted = here if gpus == "all" else [f"cuda:{number.strip()}" for number in gpus.split(",")]
+    wanted = here if gpus in ("all", "auto") else [f"cuda:{number.strip()}" for number in gpus.split(",")]
     missing = [name for name in wanted if name not in here]
     if missing:
         raise ConfigError(f"--gpus {gpus}: {', '.join(missing)} not here; here are: {', '.join(here)}")
@@ -141,6 +192,7 @@ def follow(
     poll_s: float = POLL_S,
     pasted: Callable[[], list[str]] | None = None,
     live: LiveLines | None = None,
+    asked: Callable[[], None] = lambda: None,
 ) -> int:
     """Say each change of state until all have ended, and show below it what they do, where lines can be written over.
 
@@ -150,6 +202,7 @@ def follow(
     Args:
         pasted: gives lines of standard input, looked at while a session is away: one with its new join code leads there.
         live: where what they do is shown; nothing meanwhile, so that what is pasted has a line of its own.
+        asked: called at each interrupt and SIGTERM.
 
     Returns:
         0 when all left as they should, else 1.
@@ -164,6 +217,7 @@ def follow(
                 alive[0].wait(poll_s)
             if heard < interrupts.count:
                 heard += 1
+                asked()
                 say(_LEAVING if heard == 1 else "ending now")
                 for worker in workers:
                     worker.leave() if heard == 1 else worker.kill()

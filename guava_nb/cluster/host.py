@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.cluster.dialled_workers import DialledWorkers
 from guava_nb.cluster.diary import Diary
+from guava_nb.cluster.elsewhere.dialled_workers import DialledWorkers
+from guava_nb.cluster.elsewhere.launched_workers import LaunchedWorkers
 from guava_nb.cluster.notices import Notices
 from guava_nb.cluster.session_file import SavedSession, SessionFile
 from guava_nb.cluster.session_status import StatusWriter
@@ -50,7 +51,7 @@ __all__ = ["SessionHost"]
 _FROM_HERE = {"": LOOPBACK, "0.0.0.0": LOOPBACK, "::": "::1"}
 
 
-class SessionHost(CodeOnWorkers):
+class SessionHost(LaunchedWorkers, CodeOnWorkers):
     """The life cycle of a session, and its workers. A context manager.
 
     Args:
@@ -115,6 +116,7 @@ class SessionHost(CodeOnWorkers):
         self._on_code = on_code or self._on_code
         text, way = self._way_to(tunnel, ask)
         had_cluster, listened = self._cluster is not None, self._listener is not None
+        first = [] if listened else self._first_launchers()
         try:
             if not listened:
                 self._listen(self.config.master_ip if way is None else bind_for(way, self.config))
@@ -125,6 +127,13 @@ class SessionHost(CodeOnWorkers):
             if not listened:
                 self._stop_listening(had_cluster)
             raise
+        if not listened:
+            try:
+                self._launch_first(first)
+            except BaseException:
+                if not had_cluster:
+                    self._close()
+                raise
         return self.join_code
 
     def _way_to(self, tunnel: Tunnel | str | None, ask: Callable[[], str] | None) -> tuple[str, Tunnel | None]:
@@ -134,7 +143,7 @@ class SessionHost(CodeOnWorkers):
             return (self._way if tunnel is present else ""), tunnel
         if present is not None and tunnel in (None, "", self._way):
             return self._way, present
-        text = self.config.tunnel if tunnel is None else tunnel
+        text = (self.config.tunnel if tunnel is None else tunnel) or self._standing_way()
         return text, (make_tunnel(text, asked_here(ask)) if text else None)
 
     def _new_cluster(self) -> Cluster:
@@ -212,10 +221,15 @@ class SessionHost(CodeOnWorkers):
         me, notices = weakref.ref(self), self._notices
         keeper = self._keeper or TunnelKeeper(
             self._listener, lambda sentence: notices.replace(sentence, "tunnel"), self.config.rejoin_timeout_s,
-            lambda code: None if (host := me()) is None else host._on_code(code),
+            lambda code: None if (host := me()) is None else host._has_new_code(code),
         )  # fmt: skip
         keeper.use(way)
         self._keeper = keeper
+        self._follow_launched(keeper.code)
+
+    def _has_new_code(self, code: JoinCode) -> None:
+        self._follow_launched(code)
+        self._on_code(code)
 
     @classmethod
     def dialling(cls, *join_codes: JoinCode | str, config: DistributedConfig | None = None, **overrides: Any) -> Self:
@@ -318,6 +332,7 @@ class SessionHost(CodeOnWorkers):
             self._keeper.begin_close()
         if self._listener is not None:
             self._listener.close("the orchestrator closed the session")
+        self._end_launched()
         if self._keeper is not None:
             self._keeper.close()
         if self._cluster is not None:

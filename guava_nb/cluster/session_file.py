@@ -112,7 +112,7 @@ class SessionFile:
     def release(self, forget: bool) -> None:
         """Let the next process hold it; `forget`: the session is over for good."""
         if forget:
-            for suffix in (".json", ".run", ".steps"):
+            for suffix in (".json", ".run", ".steps", ".launched"):
                 self.path.with_suffix(suffix).unlink(missing_ok=True)
         self._lock.close()
         _HELD.discard(self.path)

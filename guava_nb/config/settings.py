@@ -50,6 +50,8 @@ class DistributedConfig:
         gpu_host (""): the GPU machine, where that side listens and the orchestrator dials (CPU/GPU split).
         tunnel (""): how others reach the orchestrator: "local", "direct[:HOST[:PORT]]", "ngrok", "ngrok-http", "cloudflared",
         "ssh:[USER@]HOST[:PORT]", or one of another package; "" listens on master_ip and starts nothing.
+        workers_on (""): what starts workers when the session opens, and ends them with it: "ssh:HOST,HOST", "slurm:N", "k8s:N",
+        "ray:N", "docker:N", or of another package (guava_nb/launchers/README.md).
         num_workers (1): workers to wait for. tls (True): encrypt the connections.
         session_file (""): where certificate, secret and port of the session outlive its process, so that workers come back to
         the one that opens it anew; "off" keeps none. "" keeps none in a script, and one for each notebook.
@@ -129,6 +131,7 @@ class DistributedConfig:
     master_port: int = setting(0, low=0, high=65535, env=("MASTER_PORT", "TRAINING_PORT"))
     gpu_host: str = setting("", env=("GPU_HOST",))
     tunnel: str = setting("")
+    workers_on: str = setting("")
     num_workers: int = setting(1, low=1, high=4096, env=("NUM_WORKERS",))
     tls: bool = setting(True)
     session_file: str = setting("")

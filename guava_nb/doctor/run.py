@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from guava_nb.doctor.check import Check
 from guava_nb.doctor.gpu import check_energy, check_gpu, check_nvml
+from guava_nb.doctor.launchers import check_launchers
 from guava_nb.doctor.machine import check_cores, check_disk, check_memory
 from guava_nb.doctor.network import check_connection, check_port
 from guava_nb.doctor.software import (
@@ -35,6 +36,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_ngrok,
     check_cloudflared,
     check_ssh,
+    check_launchers,
     check_memory,
     check_cores,
     check_disk,

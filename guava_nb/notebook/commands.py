@@ -61,6 +61,16 @@ def _words(flag_name: str, text: str) -> Option:
     return option(flag_name, metavar="WORDS", help=text)
 
 
+def _launcher(text: str) -> Option:
+    return option(
+        "--on",
+        metavar="NAME:WHAT",
+        complete=("<launchers>",),
+        help=f"{text}: ssh:HOST[,HOST...], slurm:N, k8s:N, ray:N, docker:N; KEY=VALUE may follow, with commas, as in "
+        "slurm:8,gpus=1,time=4:00:00; a wrong KEY lists them (default: GUAVA_WORKERS_ON)",
+    )
+
+
 _BATCH = _words("--batch", "how batches are read where they are shared out, as for %%guava_train")
 #: Of magics that ask a model which may not have been trained in this session.
 _MODEL = (
@@ -87,6 +97,7 @@ UP = Command(
         option("--host", metavar="H", help="address to listen on (default: 127.0.0.1, this machine only)"),
         _count("--workers", "how many workers training waits for, local ones included"),
         _count("--local", "also start N workers on this machine", 0),
+        _launcher("have workers started elsewhere, and ended by %%guava_down"),
         option(
             "--connect",
             nargs="*",
@@ -441,6 +452,7 @@ DOCTOR = Command(
     (
         word("code", nargs="*", metavar="CODE", help="join code from %%guava_up (default: GUAVA_JOIN_CODE, if set)"),
         flag("--join", help="ask for the join code, which is then in no cell and no output"),
+        _launcher("also check what starting workers there needs"),
     ),
     "%guava_doctor guava1:...",
     code_to="code",

@@ -12,6 +12,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
+from guava_nb.launchers import launcher_names
 from guava_nb.notebook import commands
 from guava_nb.notebook.completion import files, install_completion, loaders, names, remove_completion
 from guava_nb.notebook.display import choose_ui, say, show, show_png
@@ -75,8 +76,9 @@ class GuavaMagics(Magics):
         """Open the session or show the open one, and hand out the join code."""
         notes = self.session.open(args)
         (view,) = self.session.views(with_tunnel=False)[:1]
-        if self.session.is_local_only and not args.show_code:
-            notes.append("All workers are local, so no join code is shown; %guava_up --show-code shows it.")
+        if (self.session.is_local_only or args.on) and not args.show_code:
+            whose = "started by --on" if args.on else "local"
+            notes.append(f"All workers are {whose}, so no join code is shown; %guava_up --show-code shows it.")
         elif self.session.has_code:
             if note := self.session.tunnel_note:  # above the cell to paste, which fails without it
                 say(note)
@@ -316,6 +318,7 @@ def load(shell: Any) -> None:
             "<runs>": lambda begin: magics.session.runs.names(),
             "<loaders>": lambda begin: loaders(shell),
             "<tunnels>": lambda begin: list(tunnel_names()),
+            "<launchers>": lambda begin: [f"{name}:" for name in launcher_names()],
             "<files>": files,
         },
     )

@@ -34,9 +34,11 @@ from guava_nb.notebook.up import (
     LocalWorkers,
     cautions,
     code_to_dial,
+    first_settings,
     goes_on_notes,
     orchestrator_settings,
     session_file,
+    start_elsewhere,
 )
 from guava_nb.notebook.validate_predict import predict, validate
 from guava_nb.notebook.wait_for_workers import wait_for_workers
@@ -111,8 +113,7 @@ class NotebookSession:
             say(caution)
         notes = self._new_settings(settings) if self.is_open else []
         if not self.is_open:
-            expected = {"num_workers": args.local} if args.local else {}
-            orchestrator = self._new_orchestrator(**{**expected, **settings})
+            orchestrator = self._new_orchestrator(**{**first_settings(args), **settings})
             if args.connect is None or args.local or args.tunnel:
                 orchestrator.open(args.tunnel, self._token_prompt())
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
@@ -124,6 +125,7 @@ class NotebookSession:
             )  # a tunnel that is down is started, or another one
         if args.connect is not None:
             notes += [f"{name} is connected." for name in self._orchestrator.connect(code_to_dial(args.connect))]
+        notes += start_elsewhere(self._orchestrator, args, say)
         if self._local is not None:
             self._local.start(args.local or 0, say)
         return notes

@@ -26,10 +26,12 @@ __all__ = [
     "LocalWorkers",
     "cautions",
     "code_to_dial",
+    "first_settings",
     "goes_on_notes",
     "memory_caution",
     "orchestrator_settings",
     "session_file",
+    "start_elsewhere",
 ]
 
 #: What is told where the session of a kernel that was killed or started anew goes on.
@@ -65,6 +67,13 @@ def orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
+def first_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the workers that a line starts make of a session's settings, where the line says nothing else."""
+    expected = {"num_workers": args.local} if args.local else {}
+    # Once the session stands the line's are started: a start that fails leaves it open.
+    return {**expected, "workers_on": ""} if args.on else expected
+
+
 def cautions(args: argparse.Namespace, host: Host, running: int) -> list[str]:
     """What a person should read before this line of %guava_up is done, because afterwards may be too late.
 
@@ -95,7 +104,7 @@ def _reaches_beyond(args: argparse.Namespace, running: int) -> bool:
     config = DistributedConfig.load()
     tunnel, address = args.tunnel or config.tunnel, args.host or config.master_ip
     here = max(args.local or 0, running)
-    others = not here or (args.workers or 0) > here or args.connect is not None
+    others = bool(args.on) or not here or (args.workers or 0) > here or args.connect is not None
     return others or tunnel not in ("", "local") or not is_loopback(address)
 
 
@@ -129,6 +138,33 @@ def session_file() -> Path:
     named = os.environ.get("JPY_SESSION_NAME") or (shell and shell.user_ns.get("__vsc_ipynb_file__"))
     name = str(named or Path.cwd())
     return state_folder() / f"session-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+
+
+def start_elsewhere(orchestrator: Any, args: argparse.Namespace, tell: Callable[[str], None]) -> list[str]:
+    """Start the workers of --on, unless they were started by the same text before; wait for those that no queue holds back.
+
+    Returns:
+        Sentences on what was started, and on what is still to come.
+
+    Raises:
+        ConfigError: something that it needs is missing, or the workers have ended again; the session stays open.
+    """
+    if not args.on:
+        return []
+    if orchestrator.launched(args.on) is not None:
+        return [f"--on {args.on} was started already; %guava_down ends it."]
+    local, before = args.local or 0, len(orchestrator.status().workers)
+    tell(f"Starting workers by {args.on.partition(':')[0]}.")
+    launcher = orchestrator.launch_on(args.on)
+    if args.workers is None:
+        orchestrator.expect_workers(launcher.count + max(local, before))
+    if not launcher.is_prompt:
+        return ["They join when they are started there: %guava_train waits for them, %guava_status shows who is here."]
+    wanted = launcher.count + before
+    here = orchestrator.wait_for_launched(wanted, LOCAL_JOIN_S)
+    if here < wanted:
+        return [f"{here} of {wanted} workers are here; the others join as soon as they can (%guava_status shows them)."]
+    return []
 
 
 class _OthersChanged(Exception):

@@ -6,7 +6,7 @@ import socket
 
 from guava_nb.tunnels.tunnel import LOOPBACK, Address, Tunnel
 
-__all__ = ["DirectTunnel", "LocalTunnel"]
+__all__ = ["DirectTunnel", "LocalTunnel", "own_address"]
 
 
 class _NoTunnel(Tunnel):
@@ -61,7 +61,7 @@ class DirectTunnel(_NoTunnel):
     def start(self, port: int) -> Address:
         """Return that address; the listener must be bound beyond the loopback, as `bind` says."""
         self._is_known = self._host is None or _is_known(self._host)
-        self._at = Address(self._host or _own_address(), self._port or port)
+        self._at = Address(self._host or own_address(), self._port or port)
         return self._at
 
     def note(self) -> str:
@@ -77,7 +77,7 @@ class DirectTunnel(_NoTunnel):
         )
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """The address that this machine sends from; nothing is sent to find out. Its name where it has no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

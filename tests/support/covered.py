@@ -13,6 +13,18 @@ from collections.abc import Iterable
 __all__ = ["COVERED", "is_covered", "stale"]
 
 COVERED: dict[str, dict[str, tuple[str, ...]]] = {
+    "tests/integration/test_launch_ssh.py": {
+        "test_workers_come_back_through_a_port_and_are_ended_and_nothing_else": (
+            "end_with_the_session-relay,relay-2", "end_by_a_later_process-relay,relay-2", "end_by_a_later_process-relay",
+        ),
+    },
+    # A leave by SIGTERM is also tried in faults/test_ending_processes.py.
+    "tests/integration/test_first_process.py": {
+        "test_sigterm_ends_it_with_a_leave_and_tells_the_job_that_it_was_asked": ("has_joined",),
+    },
+    "tests/integration/test_orchestrate.py": {
+        "test_rank_0_orchestrates_the_others": ("torchrun-a_failure", "torchrun-a_killed_worker"),
+    },
     "tests/notebooks/test_notebooks.py": {
         # Trainings in one mode after another, which parity/ (test_local.py for 09, test_fine_tuning.py for 10),
         # integration/test_group_modes.py, test_programs_in_cells.py (11) and test_two_kernels.py (12) compare step by step;

@@ -9,7 +9,8 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 from guava_nb.cluster.traffic import Traffic
 from guava_nb.config import DistributedConfig, check_plan, mode_settings
@@ -95,6 +96,8 @@ class FakeRun:
 class FakeOrchestrator:
     """Remembers what it was asked to do, in order, in `calls`."""
 
+    late: ClassVar[int] = 0  # of workers that a launcher starts
+
     settings: dict[str, Any]
     next_run: FakeRun = field(default_factory=FakeRun)
     calls: list[tuple[str, Any]] = field(default_factory=list)
@@ -149,6 +152,18 @@ class FakeOrchestrator:
         self.local += [FakeWorker("", device, name) for name in names]
         self.coming += names
         return self.local[-count:]
+
+    def launched(self, text: str) -> Any:
+        return next((value for name, value in self.calls if name == "launch_on" and value.text == text), None)
+
+    def launch_on(self, text: str) -> Any:
+        launcher = SimpleNamespace(text=text, count=2, is_prompt=text.startswith("ssh"))
+        self.calls.append(("launch_on", launcher))
+        return launcher
+
+    def wait_for_launched(self, count: int, limit_s: float) -> int:
+        self.calls.append(("wait_for_launched", count))
+        return count - self.late
 
     def wait_for_workers(
         self, count: int | None = None, timeout: float | None = None, on_wait: Any = lambda there: None

@@ -88,3 +88,41 @@ def test_a_traceback_shows_the_program_alone(tmp_path: Path, capsys: pytest.Capt
     run_program(str(script), [])
     shown = capsys.readouterr().err
     assert "script.py" in shown and "runpy" not in shown and Path(run.__file__).name + '"' not in shown
+
+
+def test_an_mpi_needs_neither_code_nor_numbers() -> None:
+    environ = {
+        "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }  # fmt: skip
+    place = place_from(build_parser().parse_args(["run", "train.py"]), environ)
+    assert (place.rank, place.world_size, place.code) == (3, 4, None)
+    assert (environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"]) == ("1", "2"), "the program picks its GPU by it"
+
+
+def test_a_code_leads_away_from_what_started_the_process() -> None:
+    code = JoinCode.new("127.0.0.1", 1234)
+    environ = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "GUAVA_JOIN_CODE": code.encode()}
+    assert place_from(build_parser().parse_args(["run", "--rank", "1", "train.py"]), environ).code == code
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "sentence"),
+    [
+        ([], {"RANK": "0", "WORLD_SIZE": "1"}, "there is rank 0 alone"),
+        (["--rank", "2", "--world-size", "2"], {}, "no rank 2 among 2"),
+        (["--join", "x"], {"RANK": "0", "WORLD_SIZE": "2"}, "opens a session and joins none"),
+        ([], {"PMI_RANK": "0", "PMI_SIZE": "2"}, "set MASTER_ADDR"),
+    ],
+)
+def test_what_cannot_orchestrate(
+    line: list[str], environ: dict[str, str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("raise AssertionError('it must not run')")
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    args = build_parser().parse_args(["run", "--orchestrate", *line, str(tmp_path / "train.py")])
+    with pytest.raises(ConfigError, match=sentence):
+        run.run(args)

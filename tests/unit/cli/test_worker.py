@@ -14,8 +14,9 @@ import pytest
 from guava_nb.cli import worker
 from guava_nb.cli.live import LiveLines
 from guava_nb.cli.main import main
-from guava_nb.cli.worker import VARIABLE, devices_for, follow, read_code
+from guava_nb.cli.worker import VARIABLE, devices_for, follow, own_device, read_code
 from guava_nb.errors import ConfigError, JoinCodeError
+from guava_nb.launchers.task_place import TaskPlace
 from guava_nb.status import OwnFigures
 
 
@@ -223,3 +224,28 @@ def test_single_worker_keeps_its_name(_rooms: dict[str, types.ModuleType]) -> No
     _rooms["guava_nb.worker.network_worker"].start_worker = make  # type: ignore[attr-defined]
     assert main(["worker", "code", "--name", "lab"]) == 0
     assert names == ["lab"]
+
+
+def test_each_of_several_processes_on_a_machine_takes_the_gpu_of_its_local_rank() -> None:
+    assert own_device("auto", None) == own_device("auto", TaskPlace("Slurm", 3, 4, 0, 1)) == "auto"
+    assert own_device("cpu", TaskPlace("Slurm", 3, 4, 1, 2)) == "cpu"
+    assert [own_device("auto", TaskPlace("Slurm", 4 + k, 8, k, 4)) for k in range(4)] == ["cuda:0", "cuda:1"] * 2
+
+
+def test_a_process_whose_starter_gave_it_one_gpu_takes_that(_rooms: dict[str, types.ModuleType]) -> None:
+    for here in (["cuda:0"], ["cpu"]):
+        _rooms["guava_nb.telemetry.hardware"].visible_devices = lambda here=here: here  # type: ignore[attr-defined]
+        assert own_device("auto", TaskPlace("Slurm", 3, 4, 3, 4)) == "auto"
+
+
+def test_gpus_auto_is_the_processor_where_there_is_none(_rooms: dict[str, types.ModuleType]) -> None:
+    assert devices_for("auto", "auto") == ["cuda:0", "cuda:1"]
+    _rooms["guava_nb.telemetry.hardware"].visible_devices = lambda: ["cpu"]  # type: ignore[attr-defined]
+    assert devices_for("auto", "auto") == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    "line", [["worker", "guava1:x", "--join-file", "f"], ["worker", "--listen", "--join-file", "f"]]
+)
+def test_a_code_has_one_source(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line) == 2 and "leave one of the two out" in capsys.readouterr().err

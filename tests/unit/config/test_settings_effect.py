@@ -35,7 +35,7 @@ OTHER: dict[str, Any] = {
     "max_grad_norm": 1.0, "accumulation_steps": 3, "precision": "bf16", "use_amp": True, "optimizer_site": "orchestrator",
     "scheduler_interval": "epoch", "sync_batchnorm": True, "count_flops": True, "seed": 5, "deterministic": True,
     "threads_per_worker": 3, "master_ip": "127.0.0.9", "master_port": 45678, "gpu_host": "127.0.0.8", "tunnel": "direct",
-    "num_workers": 8, "tls": False, "session_file": SESSION_FILE,
+    "workers_on": "nowhere:2", "num_workers": 8, "tls": False, "session_file": SESSION_FILE,
     "loader_workers": 2, "prefetch_steps": 7, "prefetch_bytes": 1 << 20,
     "worker_cache": "disk", "worker_cache_mb": 3, "worker_cache_dir": "rows", "data_parallel": False,
     "model_parallel": True, "pipeline_parallel": True, "tensor_parallel": True, "data_parallel_size": 1,

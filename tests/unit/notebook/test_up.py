@@ -13,7 +13,7 @@ from guava_nb.notebook import up as opening
 from guava_nb.notebook.host import Host, is_loopback
 from guava_nb.notebook.up import memory_caution
 from guava_nb.protocol.joincode import JoinCode
-from tests.support.fake_session import SECRET_CODE
+from tests.support.fake_session import SECRET_CODE, FakeOrchestrator
 
 RULE = "Binder lets nobody in"
 
@@ -98,3 +98,37 @@ def test_a_worker_from_elsewhere_that_goes_meanwhile_is_not_waited_for(notebook:
     assert notebook.run("%guava_up --local 1").ok
     assert [name for name, _ in orchestrator.calls].count("launch") == 1
     assert orchestrator.here == ["worker-0"]
+
+
+def counts(notebook: Any) -> list[Any]:
+    return [value for name, value in notebook.orchestrator.calls if name == "wait_for_launched"]
+
+
+def test_workers_elsewhere_are_started_once_and_waited_for(notebook: Any) -> None:
+    shown = notebook.run("%guava_up --on ssh:gpu1,gpu2")
+    assert shown.ok and "Starting workers by ssh." in shown.text and SECRET_CODE not in shown.text
+    assert SECRET_CODE in notebook.run("%guava_up --on ssh:gpu1,gpu2 --show-code").text
+    assert notebook.orchestrator.expected_workers == 2 and counts(notebook) == [2]
+    again = notebook.run("%guava_up --on ssh:gpu1,gpu2")
+    assert "was started already; %guava_down ends it" in again.text and counts(notebook) == [2]
+
+
+def test_a_queue_is_not_waited_for_and_a_number_of_workers_stands(notebook: Any) -> None:
+    shown = notebook.run("%guava_up --on slurm:8,time=4:00:00 --workers 5")
+    assert shown.ok and "They join when they are started there" in shown.text
+    assert notebook.orchestrator.expected_workers == 5 and counts(notebook) == []
+
+
+def test_local_workers_and_others_are_both_expected(notebook: Any) -> None:
+    assert notebook.run("%guava_up --on slurm:2 --local 1").ok
+    assert notebook.orchestrator.expected_workers == 3
+
+
+def test_those_that_are_late_are_told(notebook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeOrchestrator, "late", 1)
+    assert "1 of 2 workers are here" in notebook.run("%guava_up --on ssh:a,b").text
+
+
+def test_tab_offers_launchers(notebook: Any) -> None:
+    assert {"ssh:", "slurm:"} == set(notebook.complete("%guava_up --on s"))
+    assert "--on NAME:WHAT" in notebook.run("%guava_up -h").text
