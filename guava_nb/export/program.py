@@ -35,6 +35,7 @@ _TAKEN = frozenset(
      "NUM_EPOCHS", "BATCH_SIZE", "ACCUMULATION_STEPS", "MAX_STEPS", "MAX_GRAD_NORM", "ORDER_SEED", "ORDER_SEEDS", "NUM_STAGES",
      "MICRO_BATCHES", "CUTS")
 )  # fmt: skip
+_AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _RANDOM = re.compile(
     r"\.(alpha_|feature_alpha_)?dropout(1d|2d|3d)?\(|dropout_p=|\brand|random|bernoulli|multinomial|normal_\(|uniform_\(|augment|noise"
 )
@@ -171,7 +172,7 @@ class _Program:
 
     def loss_lines(self) -> dict[str, Any]:
         """What computes loss (and count) of `batch`, or of `inputs` and `targets`."""
-        loss, model = self.loss, "parallel" if self.is_ddp else "model"
+        loss, model = self.loss, "parallel" if self.is_ddp and self.form != "fabric" else "model"
         forward = "" if self.shape.pp > 1 else f"outputs = {model}(inputs)"
         given, lines = "outputs, targets", [forward] if forward else []
         if loss.is_step:
@@ -375,15 +376,15 @@ class _Program:
             + (", reshard_after_forward=False" if shape.zero_stage == 2 else ""),
             "accumulate": facts.accumulation_steps > 1, "clip": spec.max_grad_norm is not None,
             "max_steps": facts.max_steps is not None, "max_steps_batches": "batches_done",
-            "double": spec.precision == "fp64", "fp16": spec.precision == "fp16",
-            "autocast": {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(spec.precision, ""),
+            "double": spec.precision == "fp64", "bf16": spec.precision == "bf16", "fp16": spec.precision == "fp16",
+            "autocast": "" if self.form == "fabric" else _AUTOCAST.get(spec.precision, ""),
             "channels_last": spec.channels_last, "compiles": spec.compile,
             "from_seed": facts.is_from_seed and not spec.pretrained,
             "model_call": self.made(spec.model, before=12) if spec.model else "",
             "model_lines": self.model_lines(), **optimizer, "scheduler_call": scheduler,
             "scheduler_interval": spec.scheduler_interval, "place_lines": self.place_lines(), "loss": self.loss_lines(),
             "seeds_steps": self.is_random, "seed_part": self.seat, **self.draws(), **self.stages(),
-            "scaled": (lambda text: f"scaler.scale({text})") if spec.precision == "fp16" else (lambda text: text),
+            "backward": self.backward, "told": self.told, "summed": self.summed, "clipped": self.clipped(),
             "load_head": define("load_checkpoint", parameters, "tuple[int, int, int]"),
             "save_head": define("save_checkpoint", [*parameters, "done: tuple[int, int, int]"], "None"),
             "load_arguments": ", ".join(["resume", *state]), "save_arguments": ", ".join(["save", *state]),
@@ -392,6 +393,35 @@ class _Program:
             "fixed_world": "" if inner == 1 else f" % {inner}" if shape.dp > 1 else f" != {inner}",
             "fixed_text": f"this program needs {'a multiple of ' if shape.dp > 1 else ''}{inner} processes",
         }  # fmt: skip
+
+    def backward(self, text: str) -> str:
+        """Return the call that goes backward from a loss."""
+        if self.form == "fabric":
+            return f"fabric.backward({text})"
+        if self.spec.precision == "fp16":
+            return f"scaler.scale({text}).backward()"
+        return f"({text}).backward()" if " " in text else f"{text}.backward()"
+
+    def told(self, loss: str) -> str:
+        """Return what tells of a step."""
+        if self.form == "ray":
+            return f'ray.train.report({{"epoch": epoch + 1, "step": step, "loss": {loss}}})'
+        return f'log.info("epoch %d, step %d: loss %.8g", epoch + 1, step, {loss})'
+
+    def summed(self, name: str) -> str:
+        """Return what sums a tensor over the replicas."""
+        if self.form == "fabric":
+            return f'{name} = fabric.all_reduce({name}, reduce_op="sum")'
+        group = ', group=mesh["dp"].get_group()' if self.mesh() else ""
+        return f"dist.all_reduce({name}{group})"
+
+    def clipped(self) -> str:
+        """Return what clips the gradients."""
+        if self.form == "fabric":
+            return "fabric.clip_gradients(model, optimizer, max_norm=MAX_GRAD_NORM)"
+        if self.shape.tp > 1:
+            return "clip_gradients(model.parameters())"
+        return "nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)"
 
     def model_lines(self) -> list[str]:
         spec, found = self.spec, list[str]()
@@ -422,8 +452,8 @@ class _Program:
         )  # fmt: skip
         template = environment.get_template(f"{self.form}.py.jinja")
         notes = [line for note in self.notes() for line in ("", *_filled(note))]
-        body = template.render(**context, cells=cells, notes=notes, imports="")
-        self.imports.take_all(known_imports(body, cells))
+        own = template.render(**context, cells="", notes=notes, imports="")
+        self.imports.take_all(known_imports(own, cells, self.imports))
         text = template.render(**context, cells=cells, notes=notes, imports=self.imports.text())
         return re.sub(r"\n{4,}", "\n\n\n", text).rstrip() + "\n", self.tensors
 

@@ -51,6 +51,17 @@ class Imports:
         for line in others:
             self.add(line)
 
+    def means(self, name: str) -> str:
+        """Return the statement that binds a name, "" where none does."""
+        for said in self._plain:
+            if (said.rpartition(" as ")[2] if " as " in said else said.partition(".")[0]) == name:
+                return f"import {said}" if " as " in said else f"import {name}"
+        for module, names in self._names.items():
+            for said in names:
+                if said.rpartition(" as ")[2].strip() == name:
+                    return f"from {module} import {said}"
+        return ""
+
     def text(self) -> str:
         """Return them as ruff sorts and formats them."""
         sections: dict[int, list[str]] = {}
@@ -191,7 +202,7 @@ _KNOWN = (
     "import argparse", "import hashlib", "import itertools", "import logging", "import os", "import random",
     "import numpy as np", "import torch", "import torch.distributed as dist", "from collections import OrderedDict",
     "from collections.abc import Iterable, Iterator, Sequence", "from functools import cache, partial",
-    "from itertools import chain, islice", "from math import gcd", "from pathlib import Path", "from typing import Any",
+    "from itertools import islice", "from math import gcd", "from pathlib import Path", "from typing import Any",
     "from torch import nn", "from torch.distributed.device_mesh import DeviceMesh, init_device_mesh",
     "from torch.distributed.fsdp import fully_shard", "from torch.distributed.optim import ZeroRedundancyOptimizer",
     "from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B",
@@ -200,19 +211,24 @@ _KNOWN = (
     "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
     "from torch.nn.parallel import DistributedDataParallel", "from torch.utils._pytree import tree_leaves, tree_map",
     "from torch.utils._pytree import tree_map_only", "from torch.utils.checkpoint import checkpoint",
-    "from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset",
+    "from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset", "import ray.train.torch",
+    "from ray.train.torch import TorchTrainer", "from lightning.fabric import Fabric",
 )  # fmt: skip
 
 
-def known_imports(text: str, shared: str) -> list[str]:
-    """Return the imports of what a program names and does not define, as far as programs of this room need any.
+def known_imports(text: str, shared: str, imports: Imports) -> list[str]:
+    """Return the imports of what a program names, as far as programs of this room need any.
 
     Args:
-        text: the program without its imports.
-        shared: the part of it that is the user's, which has imports of its own.
+        text: the program without its imports and without shared cells.
+        shared: text of the shared cells, without their imports.
+        imports: theirs.
+
+    Raises:
+        ConfigError: a shared cell has another meaning for one of these names.
     """
     used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-    used -= {name for statement in ast.parse(shared).body for name in _defined(statement)}
+    theirs = {name for statement in ast.parse(shared).body for name in _defined(statement)}
     found = []
     for line in _KNOWN:
         (statement,) = ast.parse(line).body
@@ -223,4 +239,9 @@ def known_imports(text: str, shared: str) -> list[str]:
                 said = alias.name + (f" as {alias.asname}" if alias.asname else "")
                 of = f"from {statement.module} " if isinstance(statement, ast.ImportFrom) else ""
                 found.append(f"{of}import {said}")
+                if name in theirs or imports.means(name) not in ("", found[-1]):
+                    raise ConfigError(
+                        f"a shared cell has a {name!r} of its own, and the program needs that name ({found[-1]}): give it "
+                        "another name"
+                    )
     return found

@@ -40,7 +40,7 @@ class StageText:
             ConfigError: the stages get batches of several shapes, and the model is traced for one.
         """
         lines = [
-            'stage, group = mesh.get_local_rank("pp"), mesh["pp"].get_group()',
+            'stage, neighbours = mesh.get_local_rank("pp"), mesh["pp"].get_group()',
             f"is_last = stage == {self.shape.pp - 1}",
             f"order = {self._order}",
             *self._stages(),
@@ -77,7 +77,8 @@ class StageText:
         if layout.cuts:
             return [
                 f"parts = {{index: stage_of(model, index) for index in range(stage, NUM_STAGES, {self.shape.pp})}}",
-                "stages = nn.Sequential(OrderedDict(chain.from_iterable(part.named_children() for part in parts.values())))",
+                "layers = [layer for part in parts.values() for layer in part.named_children()]",
+                "stages = nn.Sequential(OrderedDict(layers))",
             ]
         if self.shape.tp > 1:
             raise ConfigError(
@@ -135,10 +136,12 @@ class StageText:
 
     def _made(self) -> Sequence[str]:
         if not self.layout.cuts:
-            return ["made = pipe.build_stage(stage, device, group)"]
+            return ["made = pipe.build_stage(stage, device, neighbours)"]
         if self.shape.stages_per_rank == 1:
-            return ["made = PipelineStage(stages, stage, NUM_STAGES, device, group=group)"]
-        return ["made = [PipelineStage(part, index, NUM_STAGES, device, group=group) for index, part in parts.items()]"]
+            return ["made = PipelineStage(stages, stage, NUM_STAGES, device, group=neighbours)"]
+        return [
+            "made = [PipelineStage(part, index, NUM_STAGES, device, group=neighbours) for index, part in parts.items()]"
+        ]
 
     def _called(self, name: str, count: str, before: int, indent: int) -> str:
         return f"schedule = {call(name, ['made', count, 'loss_fn=loss_sum', 'scale_grads=False'], before, indent)}"
