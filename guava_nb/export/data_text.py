@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from guava_nb.config.units import show_bytes
 from guava_nb.errors import ConfigError
 from guava_nb.export.facts import ExportFacts
-from guava_nb.export.source_text import Imports, call, literal
+from guava_nb.export.source_text import call, literal
 
 __all__ = ["DataText", "data_text", "moved"]
 
@@ -43,12 +43,12 @@ class DataText:
     cut: str = ""
 
 
-def data_text(facts: ExportFacts, imports: Imports, place: str, data: Path | None) -> tuple[DataText, Any]:
+def data_text(facts: ExportFacts, named: Callable[[str], str], place: str, data: Path | None) -> tuple[DataText, Any]:
     """Return what to say, and the tensors to save, None without.
 
     Args:
         facts: of the run.
-        imports: takes what it needs.
+        named: gives the name that the program has for something of the user's.
         place: expression of the data set factory at the workers; "" where the orchestrator has the data.
         data: file for the tensors; None saves none.
 
@@ -63,7 +63,7 @@ def data_text(facts: ExportFacts, imports: Imports, place: str, data: Path | Non
         collate = loader.collate if facts.data is None else of_workers.name if of_workers else ""
         arguments = ["dataset", f"batch_sampler={'mine' if _has_replicas(facts) else 'batches'}"]
         arguments += [f"num_workers={loader.num_workers}"] if loader.num_workers else []
-        arguments += [f"collate_fn={_imported(collate, imports)}"] if collate else []
+        arguments += [f"collate_fn={named(collate)}"] if collate else []
         made.loader = call("DataLoader", arguments, 13, 4)
     else:
         made.counted, made.cut = _cutting(record.look)
@@ -86,13 +86,6 @@ _BATCHES = "the batches of all processes together, the same on each of them"
 def _has_replicas(facts: ExportFacts) -> bool:
     parallel = facts.spec.parallel
     return parallel is None or parallel.dp > 1
-
-
-def _imported(name: str, imports: Imports) -> str:
-    module, colon, path = name.rpartition(":")
-    if colon:
-        imports.add(f"from {module} import {path.partition('.')[0]}")
-    return path
 
 
 def _order(made: DataText, facts: ExportFacts) -> None:

@@ -14,27 +14,20 @@ import torch
 from torch import nn
 
 from guava_nb.config.version import installed_version
-from guava_nb.errors import ConfigError
 from guava_nb.export.data_text import data_text, moved
 from guava_nb.export.facts import ExportFacts
 from guava_nb.export.layout import Layout, classes_are_last, layout_of
 from guava_nb.export.loss import loss_text
+from guava_nb.export.names import TAKEN, Names
 from guava_nb.export.refusals import check_exportable
-from guava_nb.export.source_text import Imports, call, cells_for, define, known_imports, literal
+from guava_nb.export.source_text import call, cells_for, define, known_imports, literal
 from guava_nb.export.stage_text import StageText
-from guava_nb.protocol.messages import Factory, ParallelSpec
+from guava_nb.protocol.messages import ParallelSpec
 from guava_nb.replica.model.build import build_model
 from guava_nb.spec.cells import build_module, resolve
 
 __all__ = ["program_text"]
 
-#: Names that programs have for their own.
-_TAKEN = frozenset(
-    ("build_data", "orders", "share", "epoch_data", "grouped", "seed_step", "stage_of", "clip_gradients", "whole", "part",
-     "local", "by_name", "load_checkpoint", "save_checkpoint", "split_layers", "build_optimizer", "train", "main", "log", "SEED",
-     "NUM_EPOCHS", "BATCH_SIZE", "ACCUMULATION_STEPS", "MAX_STEPS", "MAX_GRAD_NORM", "ORDER_SEED", "ORDER_SEEDS", "NUM_STAGES",
-     "MICRO_BATCHES", "CUTS")
-)  # fmt: skip
 _AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _RANDOM = re.compile(
     r"\.(alpha_|feature_alpha_)?dropout(1d|2d|3d)?\(|dropout_p=|\brand|random|bernoulli|multinomial|normal_\(|uniform_\(|augment|noise"
@@ -66,14 +59,10 @@ class _Program:
     ) -> None:
         self.facts, self.spec, self.form, self.path = facts, facts.spec, form, path
         self.shape = facts.spec.parallel or ParallelSpec(dp=facts.workers)
-        self.imports, self.used = Imports(), set[str]()
+        self.names = Names(facts.run_id)
         self.loss = loss_text(self.spec, facts.cells, history, facts.loader.record.look)
-        place = "" if facts.data is None else self.made(facts.data.factory, before=11)
-        self.data, self.tensors = data_text(facts, self.imports, place, data)
-        if facts.data is not None and facts.data.collate is not None:
-            self.named(facts.data.collate.name)
-        elif facts.loader.collate:
-            self.named(facts.loader.collate)
+        place = "" if facts.data is None else self.names.made(facts.data.factory, before=11)
+        self.data, self.tensors = data_text(facts, self.names.named, place, data)
 
     # ------------------------------------------------------------------------------------------------------- the model
 
@@ -105,33 +94,13 @@ class _Program:
             inputs = inputs.to(next(self.model.parameters()).dtype)
         return classes_are_last(self.model, inputs, look[1][1])
 
-    # ----------------------------------------------------------------------------------------------------------- names
-
-    def named(self, name: str) -> str:
-        """Return how the program calls something of the user's, and remember where it comes from."""
-        module, colon, path = name.rpartition(":")
-        if not colon:
-            self.used.add(name.partition(".")[0])
-        elif module == "guava_nb" or module.startswith("guava_nb."):
-            raise ConfigError(
-                f"{self.facts.run_id} cannot be exported: {name} is a part of guava_nb, which is not there when the program runs"
-            )
-        else:
-            self.imports.add(f"from {module} import {path.partition('.')[0]}")
-        return path
-
-    def made(self, factory: Factory, *first: str, before: int = 0, indent: int = 4, prefix: str = "") -> str:
-        """Return the call of a factory with its arguments."""
-        name = f"{prefix}{factory.name}" if prefix else self.named(factory.name)
-        return call(name, [*first, *(f"{key}={literal(value)}" for key, value in factory.args.items())], before, indent)
-
     # ------------------------------------------------------------------------------------------------ parts of the text
 
     def optimizer(self) -> dict[str, Any]:
         """The optimizer's call, and the function that makes groups."""
         factory, shape, owner = self.spec.optimizer, self.shape, "stages" if self.shape.pp > 1 else "model"
         is_torchs = hasattr(torch.optim, factory.name)
-        name = f"torch.optim.{factory.name}" if is_torchs else self.named(factory.name)
+        name = f"torch.optim.{factory.name}" if is_torchs else self.names.named(factory.name)
         arguments = [f"{key}={literal(value)}" for key, value in factory.args.items()]
         parameters, is_zero1 = f"{owner}.parameters()", shape.zero_stage == 1 and shape.dp > 1
         if is_torchs or self.is_class(factory.name):
@@ -158,7 +127,7 @@ class _Program:
         if factory is None:
             return ""
         if not hasattr(torch.optim.lr_scheduler, factory.name):
-            return self.made(factory, "optimizer", before=16)
+            return self.names.made(factory, "optimizer", before=16)
         functions = ("lr_lambda", "scale_fn")
         arguments = [
             f"{key}={self._functions(value) if key in functions else literal(value)}"
@@ -167,7 +136,7 @@ class _Program:
         return call(f"torch.optim.lr_scheduler.{factory.name}", ["optimizer", *arguments], 16, 4)
 
     def _functions(self, value: Any) -> str:
-        names = [self.named(one) for one in ([value] if isinstance(value, str) else value)]
+        names = [self.names.named(one) for one in ([value] if isinstance(value, str) else value)]
         return names[0] if isinstance(value, str) else f"[{', '.join(names)}]"
 
     def loss_lines(self) -> dict[str, Any]:
@@ -184,7 +153,7 @@ class _Program:
             build = self._criterion()
             value = f"criterion({given})"
         else:
-            name = self.named(loss.name)
+            name = self.names.named(loss.name)
             value = call(name, [given, *(f"{key}={literal(one)}" for key, one in loss.args.items())])
         if loss.kind == "mean" or (loss.kind == "sum" and hasattr(nn, loss.name)):
             lines.append(f"loss = {value}")
@@ -205,7 +174,7 @@ class _Program:
         for key, value in loss.args.items():
             is_tensor = key in ("weight", "pos_weight") and isinstance(value, list)
             arguments.append(f"{key}=torch.tensor({literal(value)})" if is_tensor else f"{key}={literal(value)}")
-        return call(f"nn.{loss.name}" if is_torchs else self.named(loss.name), arguments, 16, 4)
+        return call(f"nn.{loss.name}" if is_torchs else self.names.named(loss.name), arguments, 16, 4)
 
     def place_lines(self) -> list[str]:
         """What brings a batch to the device, and treats it there."""
@@ -222,7 +191,7 @@ class _Program:
             lines.append(f"seed_step(step, -1 - {'replica' if self.shape.dp > 1 else '0'})")
         for number, factory in enumerate(treats):
             target = "inputs, targets" if is_pair and number == len(treats) - 1 else "batch"
-            lines.append(f"{target} = {self.made(factory, 'batch')}")
+            lines.append(f"{target} = {self.names.made(factory, 'batch')}")
         if treats and self.spec.parallel is not None and self.is_random:
             lines.append(f"seed_step(step, {self.seat})")
         return lines + (["inputs, targets = batch"] if is_pair and not treats else [])
@@ -341,22 +310,19 @@ class _Program:
 
     # -------------------------------------------------------------------------------------------------------- rendering
 
-    def context(self) -> dict[str, Any]:
-        spec, shape, layout, facts = self.spec, self.shape, self.layout, self.facts
-        fsdp = shape.dp > 1 and shape.zero_stage >= 2
-        mesh, owner = self.mesh(), "stages" if shape.pp > 1 else "model"
-        inner, dtensors = shape.pp * shape.tp, fsdp or shape.tp > 1
-        scheduler, optimizer = self.scheduler(), self.optimizer()
+    def calls(self) -> dict[str, Any]:
+        """Heads and calls of the functions whose parameters depend on the run."""
+        spec, shape, owner = self.spec, self.shape, "stages" if self.shape.pp > 1 else "model"
         state = [
             owner,
             "optimizer",
-            *(["scheduler"] if scheduler else []),
+            *(["scheduler"] if spec.scheduler else []),
             *(["scaler"] if spec.precision == "fp16" else []),
         ]
-        state += ["order"] if shape.pp > 1 else []
+        state += ["parameter_names"] if shape.pp > 1 else []
         types = {
             owner: "nn.Module", "optimizer": "torch.optim.Optimizer", "scheduler": "Any", "scaler": "torch.amp.GradScaler",
-            "order": "list[list[str]]",
+            "parameter_names": "list[list[str]]",
         }  # fmt: skip
         parameters = ["path: str", *(f"{name}: {types[name]}" for name in state)]
         order = "list(range(len(data)))" if self.data.order == "in turn" else "order"
@@ -365,7 +331,20 @@ class _Program:
         signature = ["dataset: Dataset", "order: Sequence[int]"] if by_index else ["data: Iterable"]
         signature += ["first: int", *(f"{name}: int" for name in replicas)]
         return {
-            "model_name": self.named(spec.model.name).rpartition(".")[2] if spec.model else "",
+            "load_head": define("load_checkpoint", parameters, "tuple[int, int, int]"),
+            "save_head": define("save_checkpoint", [*parameters, "done: tuple[int, int, int]"], "None"),
+            "load_arguments": ", ".join(["resume", *state]),
+            "save_arguments": ", ".join(["save", *state]),
+            "epoch_head": define("epoch_data", signature, "Iterator[tuple[Any, int]]"),
+            "epoch_call": ", ".join(["data", *([order] if by_index else []), "batches_done", *replicas]),
+        }
+
+    def context(self) -> dict[str, Any]:
+        spec, shape, layout, facts = self.spec, self.shape, self.layout, self.facts
+        fsdp = shape.dp > 1 and shape.zero_stage >= 2
+        mesh, inner, dtensors = self.mesh(), shape.pp * shape.tp, fsdp or shape.tp > 1
+        return {
+            "model_name": self.names.named(spec.model.name).rpartition(".")[2] if spec.model else "",
             "title": self.title(), "version": installed_version(), "run_id": facts.run_id, "world": facts.workers,
             "file": self.path.name, "data": self.data, "layout": layout, "form": self.form,
             "constants": self.constants(), "dp": shape.dp > 1, "pp": shape.pp > 1, "tp": shape.tp > 1, "mesh": mesh,
@@ -380,16 +359,11 @@ class _Program:
             "autocast": "" if self.form == "fabric" else _AUTOCAST.get(spec.precision, ""),
             "channels_last": spec.channels_last, "compiles": spec.compile,
             "from_seed": facts.is_from_seed and not spec.pretrained,
-            "model_call": self.made(spec.model, before=12) if spec.model else "",
-            "model_lines": self.model_lines(), **optimizer, "scheduler_call": scheduler,
+            "model_call": self.names.made(spec.model, before=12) if spec.model else "",
+            "model_lines": self.model_lines(), **self.optimizer(), **self.calls(), "scheduler_call": self.scheduler(),
             "scheduler_interval": spec.scheduler_interval, "place_lines": self.place_lines(), "loss": self.loss_lines(),
             "seeds_steps": self.is_random, "seed_part": self.seat, **self.draws(), **self.stages(),
             "backward": self.backward, "told": self.told, "summed": self.summed, "clipped": self.clipped(),
-            "load_head": define("load_checkpoint", parameters, "tuple[int, int, int]"),
-            "save_head": define("save_checkpoint", [*parameters, "done: tuple[int, int, int]"], "None"),
-            "load_arguments": ", ".join(["resume", *state]), "save_arguments": ", ".join(["save", *state]),
-            "epoch_head": define("epoch_data", signature, "Iterator[tuple[Any, int]]"),
-            "epoch_call": ", ".join(["data", *([order] if by_index else []), "batches_done", *replicas]),
             "fixed_world": "" if inner == 1 else f" % {inner}" if shape.dp > 1 else f" != {inner}",
             "fixed_text": f"this program needs {'a multiple of ' if shape.dp > 1 else ''}{inner} processes",
         }  # fmt: skip
@@ -445,16 +419,18 @@ class _Program:
 
     def render(self) -> tuple[str, Any]:
         context = self.context()
-        cells = cells_for(self.facts.cells, self.used, _TAKEN, self.imports)
+        cells = cells_for(self.facts.cells, self.names.used, TAKEN, self.names.imports)
         environment = jinja2.Environment(
             loader=jinja2.PackageLoader("guava_nb.export"), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
             undefined=jinja2.StrictUndefined,
         )  # fmt: skip
         template = environment.get_template(f"{self.form}.py.jinja")
         notes = [line for note in self.notes() for line in ("", *_filled(note))]
-        own = template.render(**context, cells="", notes=notes, imports="")
-        self.imports.take_all(known_imports(own, cells, self.imports))
-        text = template.render(**context, cells=cells, notes=notes, imports=self.imports.text())
+        aliases = sorted(self.names.aliases.items())
+        context |= {"aliases": aliases, "notes": notes}
+        own = template.render(**context, cells="", imports="")
+        self.names.imports.take_all(known_imports(own, cells, self.names.imports))
+        text = template.render(**context, cells=cells, imports=self.names.imports.text())
         return re.sub(r"\n{4,}", "\n\n\n", text).rstrip() + "\n", self.tensors
 
 

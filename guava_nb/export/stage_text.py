@@ -42,7 +42,7 @@ class StageText:
         lines = [
             'stage, neighbours = mesh.get_local_rank("pp"), mesh["pp"].get_group()',
             f"is_last = stage == {self.shape.pp - 1}",
-            f"order = {self._order}",
+            f"parameter_names = {self._order}",
             *self._stages(),
             *self._loss_sum(),
         ]

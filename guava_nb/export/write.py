@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from guava_nb.errors import ConfigError
 from guava_nb.export.facts import ExportFacts
@@ -45,38 +47,39 @@ def export(
         ConfigError: it cannot be exported, or there is such a file; nothing was written.
     """
     target = Path(path).expanduser()
-    if form not in FORMS:
-        raise ConfigError(f"form is {form!r}; it is one of: {', '.join(FORMS)}")
-    if target.suffix != ".py":
-        raise ConfigError(f"{target} is to be a program: give it a name that ends in .py, such as train.py")
     data = target.with_suffix(".pt") if save_data else None
-    for file in (target, data):
-        if file is not None and file.exists() and not overwrite:
-            raise ConfigError(f"{file} exists: give another name, or overwrite it with --overwrite (overwrite=True)")
-    if not target.parent.is_dir():
-        raise ConfigError(f"there is no folder {target.parent}")
+    _check_call(target, data, form, overwrite)
     from guava_nb.export.program import program_text  # builds models: only when a program is asked for
 
     text, tensors = program_text(facts, history, form, target, data)
     ast.parse(text)  # a fault of ours, not of the user's: no file that cannot run
     if data is not None:
-        _save(tensors, data)
-    _write(target, text.encode())
+        _put(data, lambda file: torch.save(tensors, file))
+    _put(target, lambda file: file.write_text(text, encoding="utf-8"))
     return target
 
 
-def _save(tensors: Any, path: Path) -> None:
-    import torch
+def _check_call(target: Path, data: Path | None, form: str, overwrite: bool) -> None:
+    if form not in FORMS:
+        raise ConfigError(f"form is {form!r}; it is one of: {', '.join(FORMS)}")
+    if target.suffix != ".py":
+        raise ConfigError(f"{target} is to be a program: give it a name that ends in .py, such as train.py")
+    for file in (target, data):
+        if file is not None and file.exists() and not overwrite:
+            raise ConfigError(f"{file} exists: give another name, or overwrite it with --overwrite (overwrite=True)")
+    if not target.parent.is_dir():
+        raise ConfigError(f"there is no folder {target.parent}")
 
+
+def _put(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file that appears whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save(tensors, partial)
-    partial.replace(path)
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(content)
-    partial.replace(path)
+    try:
+        write(partial)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
 def to_be_filled_in(path: Path) -> str:

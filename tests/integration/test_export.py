@@ -253,7 +253,7 @@ def test_the_magic_writes_a_program_in_a_real_kernel(tmp_path: Path) -> None:
         )
         status, text = kernel.attempt("%guava_export train.py")
         assert status == "error" and "no run was started" in text
-        kernel.run("%guava_train --model Net --data loader --epochs 1 --out run", timeout_s=90)
+        kernel.run("%guava_train --model Net --loss CrossEntropyLoss --data loader --epochs 1 --out run", timeout_s=90)
         shown = kernel.run("%guava_export train.py")
         assert "Wrote train.py" in shown and "fill in build_data()" in shown
         text = (tmp_path / "train.py").read_text(encoding="utf-8")
