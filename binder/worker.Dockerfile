@@ -17,13 +17,13 @@ ARG PIP_EXTRA_INDEX_URL=""
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     python -m pip install --no-cache-dir /wheels/*.whl \
     && useradd --create-home --uid 1000 guava
-USER guava
+USER 1000
 WORKDIR /home/guava
 # One thread for each worker process; more of them only wait for each other where the processors are shared.
 ENV PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 # `guava worker` is process 1 and starts one process for each device: without one it has not joined, or has lost its session.
 HEALTHCHECK --interval=30s --timeout=5s --start-period=60s --retries=3 \
-    CMD grep -qsa 'guava_nb[.]worker[.]process' /proc/[0-9]*/cmdline
+    CMD ["sh", "-c", "grep -qsa 'guava_nb[.]worker[.]process' /proc/[0-9]*/cmdline"]
 # SIGTERM lets workers hand over what only they hold, and leave; Docker waits for --stop-timeout (10 s by default).
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["guava", "worker"]
