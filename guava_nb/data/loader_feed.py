@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from guava_nb.data.batch_reading import BatchReading
-from guava_nb.data.epoch_record import EpochRecord
 from guava_nb.data.loader_sources import LoadError, make_source
 from guava_nb.data.loader_wrappers import LeaveOut
 from guava_nb.data.randomness import KeptByObjects, RandomState
+from guava_nb.epoch_record import EpochRecord
 from guava_nb.errors import CheckpointError, ConfigError
 
 __all__ = ["MOST_BATCHES", "LoaderFeed", "LoadError", "LoadedBatch"]

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
-from guava_nb.data.epoch_record import EpochRecord
 from guava_nb.data.loader_feed import LoaderFeed
+from guava_nb.epoch_record import EpochRecord
 from guava_nb.protocol.messages import Cell, DataSpec, RunSpec
 from guava_nb.training.plan import TrainingPlan
 

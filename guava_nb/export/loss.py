@@ -68,7 +68,7 @@ def loss_text(spec: RunSpec, cells: Sequence[Cell], history: Sequence[Mapping[st
         spec: of the run.
         cells: its shared cells.
         history: its steps so far: they tell whether denominators followed the number of rows.
-        look: of its first batch, see `guava_nb.data.epoch_record.look_of`.
+        look: of its first batch, see `guava_nb.epoch_record.look_of`.
 
     Raises:
         ConfigError: it cannot be said.

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from guava_nb.data.epoch_record import EpochRecord, look_of
 from guava_nb.data.loader_feed import LoaderFeed
+from guava_nb.epoch_record import EpochRecord, look_of
 
 SAMPLES = 11
 
