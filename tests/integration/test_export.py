@@ -194,20 +194,7 @@ def complaints(program: Path) -> str:
     return ("" if checked.returncode == 0 else checked.stdout) + shown.stdout
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_program_gives_the_losses_of_its_run(orchestrator: Orchestrator, tmp_path: Path, name: str) -> None:
-    workers = 4 if name in FOUR else 2
-    if name in FOUR and len(orchestrator.status().workers) > 4:
-        pytest.fail("more workers than this file starts")
-    run = trained(orchestrator, name, workers)
-    program = run.export(tmp_path / "train.py", save_data=True)
-    assert complaints(program) == ""
-    text = program.read_text(encoding="utf-8")
-    processes = int(re.findall(r"--nproc-per-node (\d+)", text)[0])
-    assert processes == workers and "import guava" not in text
-    assert started(program, processes=processes) == pytest.approx(losses(run), abs=TOLERANCE)
-
-
+@pytest.mark.whole
 def test_a_program_runs_where_guava_nb_cannot_be_imported(orchestrator: Orchestrator, tmp_path: Path) -> None:
     run = trained(orchestrator, "data")
     program = run.export(tmp_path / "train.py", save_data=True)
@@ -241,6 +228,19 @@ def test_a_program_goes_on_from_a_checkpoint_of_the_run_and_of_its_own(
     assert rest == pytest.approx(losses(run)[steps // 2 :], abs=TOLERANCE)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_gives_the_losses_of_its_run(orchestrator: Orchestrator, tmp_path: Path, name: str) -> None:
+    workers = 4 if name in FOUR else 2
+    run = trained(orchestrator, name, workers)
+    program = run.export(tmp_path / "train.py", save_data=True)
+    assert complaints(program) == ""
+    text = program.read_text(encoding="utf-8")
+    processes = int(re.findall(r"--nproc-per-node (\d+)", text)[0])
+    assert processes == workers and "import guava" not in text
+    assert started(program, processes=processes) == pytest.approx(losses(run), abs=TOLERANCE)
+
+
+@pytest.mark.whole
 def test_the_magic_writes_a_program_in_a_real_kernel(tmp_path: Path) -> None:
     kernel = Kernel(folder=tmp_path)
     try:
