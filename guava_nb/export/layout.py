@@ -139,7 +139,7 @@ def _take_plan(found: Layout, model: nn.Module, plan: Plan, ranks: int) -> None:
 def _goes_along(model: nn.Module, columns: Sequence[str], row: str, plan: Plan, ranks: int) -> bool:
     """Whether activations between these layers can stay split in torch's way: in one equal piece for each process."""
     parent = row.rpartition(".")[0]
-    if any(name.startswith(f"{parent}.") for name in plan.partial):
+    if any(not parent or name.startswith(f"{parent}.") for name in plan.partial):
         return False  # a whole parameter between them would need its gradients summed
     if not all(_is_even(model.get_submodule(name), plan.splits[name], ranks) for name in (*columns, row)):
         return False
