@@ -22,6 +22,11 @@ from tests.support.kernels import Kernel
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 97  # in batches of 16 the last one has a single row, which no number of replicas divides
 TOLERANCE = 1e-5
+LAUNCH_S = 150.0
+
+pytestmark = pytest.mark.timeout(
+    400
+)  # a program is three processes, and a test starts up to two of them after two runs
 
 CELL = '''
 import torch
@@ -165,9 +170,10 @@ def started(program: Path, *words: str, processes: int = 2, warm: bool = True, *
         stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=ROOT if warm else program.parent,
     )  # fmt: skip
     try:
-        output, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=LAUNCH_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # torchrun's children are of its session
+        process.communicate()
         raise
     assert process.returncode == 0, output
     return [float(value) for value in re.findall(r"loss (\S+)", output)]
