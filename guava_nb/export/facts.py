@@ -60,14 +60,14 @@ class LoaderFacts:
         return cls(
             what=f"a DataLoader of {kind}" if is_loader else f"an iterable of batches ({type(loader).__name__})",
             batch_size=feed.batch_size,
-            drop_last=bool(getattr(loader, "drop_last", False)),
-            num_workers=int(getattr(loader, "num_workers", 0)),
+            drop_last=bool(loader.drop_last) if is_loader else False,
+            num_workers=loader.num_workers if is_loader else 0,
             samples=feed.samples_per_epoch,
             by_index=record.kind != "own" and collate is not None,
             collate=collate,
             record=record,
             feed=weakref.ref(feed),
-            data_set=_weak(data_set),
+            data_set=_weak(data_set, feed),
         )
 
     @property
@@ -89,11 +89,13 @@ def _defines(cell: Cell, name: str) -> bool:
     return any(isinstance(one, ast.FunctionDef) and one.name == name for one in ast.parse(cell.text).body)
 
 
-def _weak(value: Any) -> Any:
+def _weak(data_set: Any, feed: LoaderFeed) -> Any:
+    """Return what gives a data set while it lives, without keeping it alive."""
     try:
-        return weakref.ref(value)
+        return weakref.ref(data_set)
     except TypeError:  # a list has no weak references
-        return lambda: value
+        of_feed = weakref.ref(feed)
+        return lambda: None if (alive := of_feed()) is None else alive.data_set
 
 
 @dataclass(frozen=True)
