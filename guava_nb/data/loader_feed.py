@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from guava_nb.data.batch_reading import BatchReading
-from guava_nb.data.loader_sources import LoadError, Source, make_source
+from guava_nb.data.loader_sources import LoadError, make_source
 from guava_nb.data.loader_wrappers import LeaveOut
 from guava_nb.data.randomness import KeptByObjects, RandomState
+from guava_nb.epoch_record import EpochRecord
 from guava_nb.errors import CheckpointError, ConfigError
 
 __all__ = ["MOST_BATCHES", "LoaderFeed", "LoadError", "LoadedBatch"]
@@ -66,16 +67,18 @@ class LoaderFeed:
         batch: how the user says that batches are read, see `guava_nb.data.reading_words`.
 
     Attributes:
+        loader: as it was given.
         reading: how they are read.
+        record: where the orders came from, and how batches look.
 
     Raises:
         ConfigError: batches do not come from this, or it has none; `batch` has another form.
     """
 
     def __init__(self, loader: Any, source: int = 0, batch: str | None = None) -> None:
-        self._source: Source = make_source(loader)
+        self.loader, self._source = loader, make_source(loader)
         self.reading = self._source.reading = BatchReading(batch or "", self._source.stacks, self._few)
-        self._number = source
+        self._number, self.record = source, EpochRecord(loader)
         self._one_shot = isinstance(loader, Iterator)
         self._drawn_once = _is_drawn_once(loader)
         self._is_shuffled = not _is_in_order(loader)
@@ -135,11 +138,13 @@ class LoaderFeed:
             start.put(generators)
         self._epoch, self._batches = epoch, skip
         _remember(self._starts, epoch, RandomState.take(generators), _KEPT_EPOCHS)
+        self.record.begin(epoch)
         source.set_epoch(epoch)
         # A skipped batch draws no random numbers of its data set; its state of then makes up for it.
         when_skipped = None if now is None else partial(now.put, generators)
         for batch, ids, rows in source.open(skip, when_skipped):
             index, self._batches = self._batches, self._batches + 1
+            self.record.see(batch)
             if source.in_process:
                 _remember(self._states, (epoch, index + 1), RandomState.take(generators), _KEPT_STATES)
             yield LoadedBatch(index, batch, ids, rows, self._number)

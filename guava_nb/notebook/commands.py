@@ -437,6 +437,24 @@ RESUME = Command(
     (word("path", metavar="PATH", complete=("<files>",), help="file that %%guava_save wrote"), *_MODEL),
     "%guava_resume digits.pt",
 )
+EXPORT = Command(
+    "guava_export",
+    "Write a plain program of the last run, which torchrun, Ray Train or Lightning Fabric runs without guava_nb: same losses.",
+    (
+        word("path", metavar="PATH", complete=("<files>",), help="file to write, such as train.py"),
+        option(
+            "--form",
+            metavar="torch|ray|fabric",
+            type=choice("torch", "ray", "fabric"),
+            complete=("torch", "ray", "fabric"),
+            default="torch",
+            help="torch: for torchrun, every mode; ray (TorchTrainer) and fabric: data mode. By default torch",
+        ),
+        flag("--save-data", help="write tensors that lie in memory beside it (.pt); else fill in build_data()"),
+        flag("--overwrite", help="replace a file that is there"),
+    ),
+    "%guava_export train.py",
+)
 STOP = Command(
     "guava_stop",
     "Stop the detached run after its step (again: at once), or let this notebook's worker leave.",
@@ -460,5 +478,5 @@ DOCTOR = Command(
 
 COMMANDS = (
     *(UP, WORKER, SHARE, PX, RUN, PUSH, PULL, PIP, FILES, MODE, TRAIN, VALIDATE, PREDICT),
-    *(STATUS, RUNS, ENERGY, LOG, SAVE, RESUME, STOP, DOWN, DOCTOR),
+    *(STATUS, RUNS, ENERGY, LOG, SAVE, RESUME, EXPORT, STOP, DOWN, DOCTOR),
 )

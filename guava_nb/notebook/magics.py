@@ -12,6 +12,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
+from guava_nb.export.write import to_be_filled_in
 from guava_nb.launchers import launcher_names
 from guava_nb.notebook import commands
 from guava_nb.notebook.completion import files, install_completion, loaders, names, remove_completion
@@ -21,6 +22,7 @@ from guava_nb.notebook.formatters import ObjectViews, of_the_user
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.join_code import hand_over, say_grant
 from guava_nb.notebook.line_options import Command
+from guava_nb.notebook.line_words import in_a_folder
 from guava_nb.notebook.notebook_session import NotebookSession
 from guava_nb.notebook.panel.blocking import Interrupted, follow_lines
 from guava_nb.notebook.panel.panel import Panel, make_panel
@@ -222,7 +224,7 @@ class GuavaMagics(Magics):
     @_command(commands.ENERGY)
     def guava_energy(self, args: argparse.Namespace) -> Any:
         """Show the newest run's energy and return its record."""
-        record = self.session.energy(args)
+        record = self.session.newest_run().energy_record(args.grams_per_kwh, args.price_per_kwh)
         self._show_and_return(energy_view, record)
         if record.curves and choose_ui(self.shell) not in ("text", "none"):
             from guava_nb.render.pictures import watts_png  # matplotlib takes a second
@@ -248,6 +250,15 @@ class GuavaMagics(Magics):
         say(
             f"Saved {_size(path)} to {path}. Plain PyTorch reads it: torch.load({str(path)!r}, weights_only=True)['model']"
         )
+
+    @line_magic
+    @_command(commands.EXPORT)
+    def guava_export(self, args: argparse.Namespace) -> None:
+        """Write a plain program of the last run."""
+        path = in_a_folder(args.path, "%guava_export")
+        run = self.session.newest_run()
+        written = run.export(path, form=args.form, overwrite=args.overwrite, save_data=args.save_data)
+        say(f"Wrote {written}; how it is started stands at its top.{to_be_filled_in(written)}")
 
     @line_magic
     @_command(commands.RESUME)

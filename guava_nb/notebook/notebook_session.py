@@ -277,8 +277,8 @@ class NotebookSession:
         names, ui = self._shell.user_ns, choose_ui(self._shell)
         return predict(self._asked(args), args, names, panel, self._new_codes(), ui)
 
-    def energy(self, args: argparse.Namespace) -> Any:
-        """Energy record of the newest run, also while it goes on.
+    def newest_run(self) -> Any:
+        """The newest run, also while it goes on.
 
         Raises:
             UsageError: nothing was trained in this session.
@@ -288,7 +288,7 @@ class NotebookSession:
             raise UsageError(
                 "no run was started in this session yet: %guava_train starts one, and its energy is measured"
             )
-        return run.energy_record(args.grams_per_kwh, args.price_per_kwh)
+        return run
 
     def save(self, path: str) -> Path:
         """Write a checkpoint; returns where it lies."""

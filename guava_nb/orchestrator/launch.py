@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from guava_nb.cluster.cluster import Cluster
@@ -13,6 +14,7 @@ from guava_nb.cluster.line_rate import measure_lines
 from guava_nb.cluster.path_probe import cuda_reach
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ClusterError
+from guava_nb.export.facts import ExportFacts
 from guava_nb.forecast.compression import squeezed_so_far
 from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.planned_run import (
@@ -56,7 +58,23 @@ def job_for(
     last = newest()
     if replica_set.goes_on and last is not None:
         plan.logged = last.logs.logged()
-    return TrainingJob(replica_set, plan, cluster, lambda: sets.model_of(replica_set, newest()))
+    job = TrainingJob(replica_set, plan, cluster, lambda: sets.model_of(replica_set, newest()))
+    job.run.export_by(_exporter(replica_set, plan, len(cluster.roster.ready())))
+    return job
+
+
+def _exporter(replica_set: ReplicaSet, plan: TrainingPlan, workers: int) -> Callable[..., Path]:
+    """Return what writes programs of a run; it keeps neither its model nor its data."""
+    facts = ExportFacts.of(
+        replica_set.run_id, replica_set.spec, replica_set.cells, workers, replica_set.from_seed, plan
+    )  # fmt: skip
+
+    def write(path: str | Path, *options: Any) -> Path:
+        from guava_nb.export.write import export  # jinja2 and the rest of it only when a program is asked for
+
+        return export(path, facts, *options)
+
+    return write
 
 
 def record(job: TrainingJob, diary: Diary, cluster: Cluster, left: LeftState, past: PastRuns) -> None:

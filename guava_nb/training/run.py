@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class RunSources:
         settings: what a table of runs shows of it.
         kept: how many entries of the history would be left if the workers' processes were killed now, and if they vanished with
             their disks; None: nothing would be lost.
+        export: writes a program of the run; None where the run has none.
     """
 
     wire: Callable[[], WireBytes] = WireBytes
@@ -63,6 +65,7 @@ class RunSources:
     is_local: bool = False
     settings: tuple[tuple[str, str], ...] = ()
     kept: Callable[[], tuple[int, int] | None] = lambda: None
+    export: Callable[..., Path] | None = None
 
     def frozen(self) -> RunSources:
         """Return sources that go on saying what these say now, for a run that has ended."""
@@ -222,6 +225,23 @@ class Run:
         assert self._sources.model is not None, "a run is made by Orchestrator.start_training"
         return self._sources.model()
 
+    def export(
+        self, path: str | Path, *, form: str = "torch", overwrite: bool = False, save_data: bool = False
+    ) -> Path:
+        """Write a plain program of this run, which gives the same losses without guava_nb; returns where it lies.
+
+        Args:
+            path: file to write, such as train.py.
+            form: "torch" for torchrun; "ray" for Ray Train, "fabric" for Lightning Fabric (data mode).
+            overwrite: an existing file may be replaced.
+            save_data: write tensors that lie in memory beside it, up to 256 MB; else a function is left to be filled in.
+
+        Raises:
+            ConfigError: the run does what no plain program can do, or the file exists; nothing was written.
+        """
+        assert self._sources.export is not None, "a run is made by Orchestrator.start_training"
+        return self._sources.export(path, list(self.history), form, overwrite, save_data)
+
     def status(self) -> RunStatus:
         """Return a snapshot for display."""
         with self._lock:
@@ -328,6 +348,10 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------- for the job
 
+    def export_by(self, export: Callable[..., Path]) -> None:
+        """Let `export` write programs of this run."""
+        self._sources = replace(self._sources, export=export)
+
     def feeding(self) -> Feeding:
         """Return what is on its way to the workers at this moment."""
         return self._sources.feeding()
@@ -416,6 +440,7 @@ class Run:
 _FOR_THE_JOB = frozenset(
     (
         "feeding",
+        "export_by",
         "begin",
         "move",
         "begin_epoch",

@@ -34,6 +34,11 @@ COVERED: dict[str, dict[str, tuple[str, ...]]] = {
             "10_fine_tuning|11_own_loops|12_the_morning_after",
         ),
     },
+    "tests/integration/test_export.py": {
+        # Two or four processes of torchrun each; the paths of data mode and of pipelines stay, and unit/export reads all texts.
+        "test_a_program_gives_the_losses_of_its_run": ("data.*", "zero.*", "tensor", "pipeline-.*", "hybrid.*"),
+        "test_a_program_goes_on_from_a_checkpoint_of_the_run_and_of_its_own": ("zero.*", "tensor", "pipeline"),
+    },
     "tests/integration/test_group_modes.py": {
         # zero 1 within the hybrid of stages, which is that of the plain hybrid too; zero 2 where a rank is lost.
         "test_a_mode_equals_plain_pytorch": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import pkgutil
 import re
@@ -454,6 +455,24 @@ def test_binder_has_every_dependency_and_the_cpu_build_of_torch() -> None:
     assert set(wanted) - set(here) == {"torch"}
     assert [name for name, line in wanted.items() if name != "torch" and here[name] != line] == []
     assert any(re.fullmatch(r"pytorch-cpu>=[0-9.]+", line) for line in conda)
+
+
+def test_the_conda_recipe_has_every_dependency() -> None:
+    """Under conda's names; jinja's lines are left out, which no YAML reads."""
+    text = (ROOT / "binder" / "conda-recipe" / "meta.yaml").read_text(encoding="utf-8")
+    names = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+    run = text.partition("  run:\n")[2].partition("\ntest:")[0]
+    here = {line.strip().removeprefix("- ") for line in run.splitlines() if line.strip()}
+    bounds = [re.match(r"([A-Za-z0-9_.-]+)(.+)", line) for line in project()["project"]["dependencies"]]  # type: ignore[attr-defined]
+    wanted = {f"{names.get(found[1], found[1])} {found[2]}" for found in bounds if found}
+    assert here == wanted | {f"python {project()['project']['requires-python']}"}  # type: ignore[index]
+
+
+def test_the_dev_container_is_built_from_binders_own_list() -> None:
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
+    dockerfile = ROOT / ".devcontainer" / container["build"]["dockerfile"]
+    assert "binder/environment.yml" in dockerfile.read_text(encoding="utf-8")
+    assert not (ROOT / "binder" / "Dockerfile").exists(), "Binder would take it in the place of environment.yml"
 
 
 @pytest.mark.parametrize("name", ["postBuild", "start"])

@@ -1,0 +1,118 @@
+"""What of a run no plain program can do, in sentences."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.optim import lr_scheduler
+
+from guava_nb.errors import ConfigError
+from guava_nb.export.facts import ExportFacts
+from guava_nb.protocol.messages import Cell, Factory, RunSpec
+
+__all__ = ["check_exportable"]
+
+_OWN = dir(nn.Module)
+
+
+def check_exportable(facts: ExportFacts, form: str) -> None:
+    """Refuse a run that a program in this form would not repeat.
+
+    Raises:
+        ConfigError: why, and what to do.
+    """
+    for reason in (facts.refused, *_of_the_run(facts.spec), *_of_the_form(facts, form), *_of_the_data(facts)):
+        if reason:
+            raise ConfigError(f"{facts.run_id} cannot be exported: {reason}")
+    _refuse_inner_use(facts.spec, facts.cells)
+
+
+def _of_the_run(spec: RunSpec) -> Iterator[str]:
+    parallel = spec.parallel
+    if spec.model is None or any(f is not None and f.name.startswith("@") for f in (spec.model, spec.optimizer)):
+        yield "its model lives in the worker's own process, and no program here builds it"
+    if spec.rounds is not None:
+        yield (
+            "it takes local steps between two exchanges (sync='local'), and torch has no such loop of its own: train with "
+            "sync='step'"
+        )
+    if parallel is not None and parallel.gather:
+        yield "its code calls gather_batch of guava_nb: write the exchange with torch.distributed.nn.functional.all_gather"
+    if _follows_validation(spec):
+        assert spec.scheduler is not None
+        yield (
+            f"its schedule ({spec.scheduler.name}) follows the validations, and the program has none: choose one that follows "
+            "steps or epochs"
+        )
+    spreads = parallel is not None and (parallel.zero_stage >= 2 or parallel.tp > 1 or parallel.pp > 1)
+    if spec.precision == "fp16" and spreads:
+        yield (
+            "torch.amp.GradScaler looks at the gradients of one process, and this run's model lies in parts on several: use "
+            "precision bf16"
+        )
+    if parallel is not None and parallel.mode == "hybrid" and parallel.zero_stage == 1 and parallel.dp > 1:
+        yield (
+            "torch's ZeroRedundancyOptimizer does not go with layers or stages on several processes: use --zero 0, which gives "
+            "the same losses, or --zero 2 with --tp"
+        )
+    if parallel is not None and parallel.pp > 1 and (spec.augment is not None or spec.preprocess is not None):
+        yield "preprocess and augment see whole batches, and the stages of a pipeline see their ends only: let the data set do it"
+
+
+def _follows_validation(spec: RunSpec) -> bool:
+    if spec.scheduler is None:
+        return False
+    found = getattr(lr_scheduler, spec.scheduler.name, None)
+    return spec.scheduler_interval == "validation" or found is lr_scheduler.ReduceLROnPlateau
+
+
+def _of_the_form(facts: ExportFacts, form: str) -> Iterator[str]:
+    if form == "torch":
+        return
+    name = {"ray": "Ray Train", "fabric": "Lightning Fabric"}[form]
+    parallel, spec = facts.spec.parallel, facts.spec
+    if parallel is not None and parallel.mode != "data":
+        yield (
+            f"the form {form!r} says data mode only, and this run is of mode {parallel.mode}: {name} would run the program of "
+            "--form torch as it is"
+        )
+    if spec.precision == "fp16" and form == "fabric":
+        yield "fp16 in Lightning Fabric hides its loss scale, so a checkpoint could not be gone on from: use bf16"
+
+
+def _of_the_data(facts: ExportFacts) -> Iterator[str]:
+    loader = facts.loader
+    if facts.data is None and loader.record.look is None:
+        yield "it has drawn no batch yet, so what its data is like is not known: export it after its first step"
+    if not loader.by_index and any(word in loader.reading for word in ("whole", "axis", "one per sample")):
+        yield (
+            f"its batches are cut in a way of their own ({loader.reading}), which no slice of rows says: let the collate "
+            "function put the samples on the first axis of every part"
+        )
+
+
+def _refuse_inner_use(spec: RunSpec, cells: Sequence[Cell]) -> None:
+    """Refuse a step that reads parts of the model: DistributedDataParallel hides them, and does not see such calls."""
+    is_wrapped = spec.parallel is None or (spec.parallel.mode in ("data", "zero") and spec.parallel.zero_stage < 2)
+    function = _function(spec.step, cells) if is_wrapped and spec.step is not None else None
+    if function is None or not function.args.args:
+        return
+    model = function.args.args[0].arg
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name) or node.value.id != model:
+            continue
+        if node.attr not in _OWN:
+            raise ConfigError(
+                f"step {function.name!r} uses {model}.{node.attr}, and torch sums gradients only of what the model's own forward "
+                "computes: let forward() do it, and call the model in the step"
+            )
+
+
+def _function(factory: Factory, cells: Sequence[Cell]) -> ast.FunctionDef | None:
+    for cell in reversed(cells):
+        for statement in ast.parse(cell.text).body:
+            if isinstance(statement, ast.FunctionDef) and statement.name == factory.name:
+                return statement
+    return None

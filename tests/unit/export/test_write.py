@@ -1,0 +1,186 @@
+"""Writing a program: nothing is overwritten or half written, what cannot be exported is refused first, names do not clash."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from guava_nb import Orchestrator, WorkerData
+from guava_nb.errors import ConfigError
+from guava_nb.export.write import to_be_filled_in
+from guava_nb.training.run import Run
+from tests.support.session import direct_session
+
+CELL = '''
+import torch
+from torch import nn
+
+
+class Net(nn.Linear):
+    """One layer."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def inner(self, x):
+        return self(x)
+
+
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def step(model, batch):
+    return loss(model(batch["x"]), batch["y"])
+
+
+def inside(model, batch):
+    return loss(model.inner(batch["x"]), batch["y"])
+
+
+def halves(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def rows(count):
+    """Return a data set that every machine can make."""
+    stream = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(torch.randn(count, 4, generator=stream), torch.arange(count) % 3)
+
+
+def as_dict(samples):
+    """Return a batch by names."""
+    return {"x": torch.stack([x for x, _ in samples]), "y": torch.stack([y for _, y in samples])}
+'''
+ROWS = TensorDataset(torch.randn(10, 4), torch.arange(10) % 3)
+
+
+@pytest.fixture
+def session() -> Iterator[Orchestrator]:
+    with direct_session(2) as orchestrator:
+        orchestrator.share(CELL, "cell")
+        orchestrator.register_model("Net")
+        yield orchestrator
+
+
+def trained(session: Orchestrator, data: Any = None, **options: Any) -> Run:
+    given = {"num_epochs": 1, "progress": False, "fresh": True, **options}
+    return session.start_training(DataLoader(ROWS, 4, shuffle=True) if data is None else data, **given)
+
+
+def test_a_file_that_is_there_stays_as_it_was(session: Orchestrator, tmp_path: Path) -> None:
+    run, program, data = trained(session), tmp_path / "train.py", tmp_path / "train.pt"
+    program.write_text("mine")
+    with pytest.raises(ConfigError, match=r"train\.py exists"):
+        run.export(program)
+    assert program.read_text() == "mine"
+    program.unlink()
+    data.write_text("mine too")
+    with pytest.raises(ConfigError, match=r"train\.pt exists"):
+        run.export(program, save_data=True)
+    assert not program.exists() and data.read_text() == "mine too"
+    run.export(program, save_data=True, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.pt", "train.py"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("train.txt", {}, "ends in .py"),
+        ("no folder/train.py", {}, "there is no folder"),
+        ("train.py", {"form": "jax"}, "one of: torch, ray, fabric"),
+    ],
+)
+def test_a_call_that_cannot_be_meant_writes_nothing(
+    session: Orchestrator, tmp_path: Path, name: str, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        trained(session).export(tmp_path / name, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"sync": "local", "sync_every": 2}, "local steps between two exchanges"),
+        ({"step": "inside", "criterion": None, "collate": True}, r"step 'inside' uses model\.inner"),
+        (
+            {"scheduler": "ReduceLROnPlateau", "scheduler_interval": "epoch"},
+            r"its schedule \(ReduceLROnPlateau\) follows the validations",
+        ),
+        ({"split_fn": lambda batch, ranges: [tuple(p[a:b] for p in batch) for a, b in ranges]}, "split_fn"),
+    ],
+)
+def test_what_no_program_can_do_is_refused_before_a_file_is_written(
+    session: Orchestrator, tmp_path: Path, options: dict[str, Any], sentence: str
+) -> None:
+    collate = vars(session._models.shared())["as_dict"] if options.pop("collate", False) else None
+    run = trained(session, DataLoader(ROWS, 4, collate_fn=collate), **options)
+    with pytest.raises(ConfigError, match=sentence):
+        run.export(tmp_path / "train.py", save_data=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_the_users_that_the_program_has_variables_for_get_a_second_name(
+    session: Orchestrator, tmp_path: Path
+) -> None:
+    run = trained(session, criterion="loss", scheduler="halves", accumulation_steps=2)
+    text = run.export(tmp_path / "train.py").read_text()
+    assert "shared_loss = loss" in text and "loss = shared_loss(parallel(inputs), targets)" in text
+    assert "scheduler = halves(optimizer)" in text
+    ast.parse(text)
+
+
+def test_batches_by_name_and_a_shared_collate_function(session: Orchestrator, tmp_path: Path) -> None:
+    collate = vars(session._models.shared())["as_dict"]
+    run = trained(session, DataLoader(ROWS, 4, collate_fn=collate), criterion=None, step="step")
+    text = run.export(tmp_path / "train.py").read_text()
+    assert "loss = shared_step(parallel, batch)" in text and "collate_fn=as_dict" in text
+    assert "batch = {name: part.to(device) for name, part in batch.items()}" in text
+
+
+def test_data_that_workers_make_is_made_by_the_program_too(session: Orchestrator, tmp_path: Path) -> None:
+    data = WorkerData("rows", 4, shuffle=True, seed=5, args={"count": 10})
+    program = trained(session, data).export(tmp_path / "train.py")
+    text = program.read_text()
+    assert "data = shared_rows(count=10)" in text and "ORDER_SEED = 5" in text and "build_data" not in text
+    assert to_be_filled_in(program) == ""
+    with pytest.raises(ConfigError, match="made by a shared function"):
+        trained(session, data).export(tmp_path / "again.py", save_data=True)
+
+
+def test_a_list_of_batches_is_read_whole_and_cut(session: Orchestrator, tmp_path: Path) -> None:
+    batches = [(torch.randn(3, 4), torch.arange(3)), (torch.randn(1, 4), torch.arange(1))]
+    program = trained(session, batches).export(tmp_path / "train.py", save_data=True)
+    assert "yield [part[mine.start : mine.stop] for part in batch], rows" in program.read_text()
+    assert [len(x) for x, _ in torch.load(tmp_path / "train.pt", weights_only=True)] == [3, 1]
+
+
+def test_what_is_to_be_filled_in_has_shapes_and_dtypes(session: Orchestrator, tmp_path: Path) -> None:
+    program = trained(session).export(tmp_path / "train.py")
+    text = program.read_text()
+    assert "inputs: float32 [4, 4]" in text and "targets: int64 [4]" in text and "10 samples" in text
+    assert "fill in build_data()" in to_be_filled_in(program)
+
+
+def test_a_run_from_other_weights_says_so(session: Orchestrator, tmp_path: Path) -> None:
+    trained(session)
+    text = trained(session, fresh=False).export(tmp_path / "train.py").read_text()
+    assert "did not begin from its seed" in text and '"--weights"' in text
+
+
+def test_what_the_run_had_beside_training_is_named(session: Orchestrator, tmp_path: Path) -> None:
+    run = trained(session, val_loader=DataLoader(ROWS, 4), patience=3)
+    assert "Left out, which the run had: validation, patience." in run.export(tmp_path / "train.py").read_text()
+
+
+def test_a_form_for_others_says_data_mode_only(session: Orchestrator, tmp_path: Path) -> None:
+    run = trained(session, max_grad_norm=1.0)
+    for form, word in (("ray", "TorchTrainer("), ("fabric", "fabric.clip_gradients(")):
+        assert word in run.export(tmp_path / f"{form}.py", form=form).read_text()
