@@ -25,6 +25,7 @@ from guava_nb.notebook.panel.blocking import Interrupted, follow_lines
 from guava_nb.notebook.panel.panel import Panel, make_panel
 from guava_nb.notebook.settings import add_settings, remove_settings, settings_of
 from guava_nb.render import View, energy_view, forecast_view, runs_view
+from guava_nb.spec.loading import half_loaded_text
 from guava_nb.tunnels import tunnel_names
 
 __all__ = ["GuavaMagics", "load", "unload"]
@@ -202,7 +203,7 @@ class GuavaMagics(Magics):
     @_command(commands.RUNS)
     def guava_runs(self, args: argparse.Namespace) -> None:
         """Compare runs."""
-        runs = self.session.runs.chosen(args)
+        runs, more = self.session.runs.chosen(args)
 
         def png() -> bytes:
             from guava_nb.render.pictures import runs_png  # matplotlib takes a second
@@ -210,8 +211,8 @@ class GuavaMagics(Magics):
             return runs_png(runs, settings_of(self.shell).smoothing)
 
         said = self.session.runs.export(args, runs, png)
-        self._show(runs_view(runs))
-        if choose_ui(self.shell) not in ("text", "none") and settings_of(self.shell).picture:
+        self._show(runs_view(runs, more))
+        if args.runs and choose_ui(self.shell) not in ("text", "none") and settings_of(self.shell).picture:
             show_png(png(), "losses of the runs")
         if said:
             say("\n".join(said))
@@ -272,8 +273,11 @@ class GuavaMagics(Magics):
         self._show(doctor_report(args, self.session.worker.ask_for_code))
 
     def tell_end(self, result: Any = None) -> None:
-        """After each cell: say how a run that no cell shows has ended meanwhile."""
+        """After each cell: say how a run that no cell shows has ended, and why every cell that needs torch fails."""
         self.session.runs.tell_end()
+        problem = "" if result is None or result.success else half_loaded_text()
+        if problem and str(result.error_in_exec) != problem:
+            say(problem)
 
     def close(self) -> None:
         """Close everything this notebook started; also called when the kernel ends."""
@@ -322,6 +326,8 @@ def load(shell: Any) -> None:
     allow_help_alone(shell)
     shell.events.register("post_run_cell", magics.tell_end)
     atexit.register(magics.close)
+    if problem := half_loaded_text():  # by the very first cell, before this one
+        say(problem)
 
 
 def unload(shell: Any) -> None:

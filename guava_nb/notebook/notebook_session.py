@@ -35,8 +35,9 @@ from guava_nb.notebook.up import (
     cautions,
     code_to_dial,
     goes_on_notes,
+    new_orchestrator,
     orchestrator_settings,
-    session_file,
+    start_worker,
 )
 from guava_nb.notebook.validate_predict import predict, validate
 from guava_nb.notebook.wait_for_workers import wait_for_workers
@@ -58,27 +59,14 @@ DETACHED = (
 _NO_SESSION = "no session is open here: run %guava_up first"
 
 
-def _new_orchestrator(**settings: Any) -> Any:
-    from guava_nb.orchestrator import Orchestrator
-
-    config = DistributedConfig.load(**settings)
-    return Orchestrator(config if config.session_file else config.replace(session_file=str(session_file())))
-
-
-def _start_worker(code: str, device: str, name: str | None) -> Any:
-    from guava_nb.worker.network_worker import start_worker
-
-    return start_worker(code, device=device, name=name, config=DistributedConfig.load())
-
-
 class NotebookSession:
     """What this notebook takes part in. The factories are the two objects' own; tests give others."""
 
     def __init__(
         self,
         shell: Any,
-        new_orchestrator: Callable[..., Any] = _new_orchestrator,
-        start_worker: Callable[..., Any] = _start_worker,
+        new_orchestrator: Callable[..., Any] = new_orchestrator,
+        start_worker: Callable[..., Any] = start_worker,
     ) -> None:
         self._shell = shell
         self._new_orchestrator = new_orchestrator

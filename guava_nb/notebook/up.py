@@ -21,6 +21,7 @@ from guava_nb.config.units import show_bytes
 from guava_nb.doctor.memory import WORKER_BYTES, Memory, memory_here
 from guava_nb.errors import ConfigError
 from guava_nb.notebook.host import Host, binder_rule, is_loopback
+from guava_nb.spec.loading import half_loaded_text, loading_without_collections
 
 __all__ = [
     "LocalWorkers",
@@ -28,8 +29,10 @@ __all__ = [
     "code_to_dial",
     "goes_on_notes",
     "memory_caution",
+    "new_orchestrator",
     "orchestrator_settings",
     "session_file",
+    "start_worker",
 ]
 
 #: What is told where the session of a kernel that was killed or started anew goes on.
@@ -43,6 +46,37 @@ _RUN_GOES_ON = (
 )
 #: Seconds that workers started on this machine get to load torch and join.
 LOCAL_JOIN_S = 180.0
+
+
+def new_orchestrator(**settings: Any) -> Any:
+    """Make the orchestrator of this notebook.
+
+    Raises:
+        UsageError: torch is half loaded here.
+        ConfigError: a setting is wrong.
+    """
+    _load_torch()
+    from guava_nb.orchestrator import Orchestrator
+
+    config = DistributedConfig.load(**settings)
+    return Orchestrator(config if config.session_file else config.replace(session_file=str(session_file())))
+
+
+def start_worker(code: str, device: str, name: str | None) -> Any:
+    """Start the worker of this notebook; errors as for `new_orchestrator`."""
+    _load_torch()
+    from guava_nb.worker.network_worker import start_worker as start
+
+    return start(code, device=device, name=name, config=DistributedConfig.load())
+
+
+def _load_torch() -> None:
+    """Load torch and what trains with it; an interrupt waits for the end of that, which takes some seconds."""
+    if problem := half_loaded_text():
+        raise UsageError(problem)
+    with loading_without_collections():
+        import guava_nb.orchestrator
+        import guava_nb.worker.network_worker  # noqa: F401
 
 
 def orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:

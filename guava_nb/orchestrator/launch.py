@@ -71,6 +71,7 @@ def record(job: TrainingJob, diary: Diary, cluster: Cluster, left: LeftState, pa
     workers = ", ".join(map(cluster.name, cluster.roster.ready()))
     diary.add(f"{job.run.run_id} begins: mode {job.run.mode}, {job.plan.num_epochs} epochs, workers: {workers}")
     job.on_end = end
+    past.follow(job.run)
 
 
 def budget_for(

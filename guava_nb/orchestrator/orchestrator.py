@@ -81,7 +81,12 @@ class Orchestrator(Generating, SessionHost):
         self.past_runs = PastRuns(lambda: self.run_path)
         self._models, self._tensor_plan = ModelRegistry(self._notices.add), dict[str, str]()
         self._replica_sets = ReplicaSets(
-            self._models, self._notices, self._open_cluster, lambda: self._patience_s, lambda: self.run_path
+            self._models,
+            self._notices,
+            self._open_cluster,
+            lambda: self._patience_s,
+            lambda: self.run_path,
+            self.past_runs,
         )
         self._sync_advice = SyncAdvice(self._replica_sets, self._notices, self._planned)
         self._job: TrainingJob | None = None

@@ -18,6 +18,7 @@ from guava_nb.forecast.planned_run import Composed
 from guava_nb.orchestrator.beginning_notes import notes_on
 from guava_nb.orchestrator.left_state import LeftState
 from guava_nb.orchestrator.model_registry import ModelRegistry
+from guava_nb.orchestrator.past_runs import PastRuns
 from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.orchestrator.run_record import LastRun, RunRecord
 from guava_nb.parallel.replicas.buffer_policy import unused_in
@@ -59,6 +60,7 @@ class ReplicaSets:
         cluster: gives the open cluster.
         patience_s: gives how long a worker that holds the state is waited for.
         run_path: gives where the last run's place in the data is noted, None where it is not.
+        past: names the runs.
 
     Attributes:
         trained: those of the newest run, None before the first.
@@ -72,8 +74,10 @@ class ReplicaSets:
         cluster: Callable[[], Cluster],
         patience_s: Callable[[], float],
         run_path: Callable[[], Path | None] = lambda: None,
+        past: PastRuns | None = None,
     ) -> None:
         """Nothing was trained or loaded yet."""
+        self._past = past or PastRuns(lambda: None)
         self._run_path = run_path
         self._registry, self._notices = registry, notices
         self._cluster, self._patience_s = cluster, patience_s
@@ -81,7 +85,6 @@ class ReplicaSets:
         self.left = LeftState(lambda: self.held_by_workers)
         self._replaced: ReplicaSet | None = None  # by a registered instance, while only workers hold what was trained
         self.loaded: checkpoint.Loaded | None = None
-        self._runs = 0
         # Replicas that are asked and not trained, and what they were made of.
         self._asked: tuple[ReplicaSet, object] | None = None
         self._asked_numbers = itertools.count(1)
@@ -245,7 +248,7 @@ class ReplicaSets:
         made = self._build(composed)
         made.run_id = last.run_id
         state = fetch_of_ended_process(made, last.last_step, self._cluster(), self._patience_s())
-        self._runs = max(self._runs, int(last.run_id.rpartition("-")[2]))
+        self._past.launched(last.run_id)
         place = last.position(made.step)
         self._notices.add(f"{last.run_id} goes on after step {made.step + 1}, which a worker kept")
         content = {
@@ -253,10 +256,6 @@ class ReplicaSets:
             "spec": last.spec, **({"log": last.log} if last.log else {}),
         }  # fmt: skip
         return checkpoint.Loaded(Path(f"what the workers hold of {last.run_id}"), content)
-
-    @property
-    def _run_id(self) -> str:
-        return f"run-{self._runs + 1}"  # counted when it is launched: a refused one is none
 
     def _new(self, composed: Composed, options: TrainingOptions, resumes: bool) -> ReplicaSet:
         spec, last = composed.spec, self.trained
@@ -272,7 +271,7 @@ class ReplicaSets:
                     "the model lives in the worker's own process, and is trained as it is there: call model.compile(), or "
                     "model.to(memory_format=torch.channels_last), there, and leave compile and channels_last out"
                 )
-            own = adopt(self._run_id, spec, self._registry.cells, composed.shared, self._cluster())
+            own = adopt(self._past.next_id, spec, self._registry.cells, composed.shared, self._cluster())
             self.fetch(own)
             own.begin_with_what_is_here()
             return own
@@ -305,7 +304,7 @@ class ReplicaSets:
         if any(cluster.roster.members[rank].hello.own for rank in cluster.roster.ready()):
             return None  # a user's program may have changed its own model since
         is_here = last.master_step == last.step
-        made = last.successor(self._run_id, _like(last) if is_here else last.master)
+        made = last.successor(self._past.next_id, _like(last) if is_here else last.master)
         made.code, made.registered, made.checks = composed.code, self._registry.instance_for(spec), last.checks
         made.goes_on = True
         self._notices.add(GOES_ON.format("", ""), "run")
@@ -315,7 +314,7 @@ class ReplicaSets:
         if is_on_hub(weights):
             composed.spec = replace(composed.spec, pretrained=pinned(str(weights)))
         spec, instance = composed.spec, None if composed.spec.pretrained else self._registry.instance_for(composed.spec)
-        made = build_ensemble(self._run_id, spec, self._registry.cells, composed.shared, instance)
+        made = build_ensemble(self._past.next_id, spec, self._registry.cells, composed.shared, instance)
         made.code, made.registered = composed.code, self._registry.instance_for(spec)
         made.checks = made.checks if self.trained is None else self.trained.checks
         if weights is not None:
@@ -326,7 +325,7 @@ class ReplicaSets:
         """A run of these replicas was launched."""
         self.left.wait_no_more()
         self.trained, self._replaced, self._asked = replica_set, None, None
-        self._runs += 1
+        self._past.launched(replica_set.run_id)  # a refused one is none
 
     def guess(self, composed: Composed, plan: TrainingPlan, options: TrainingOptions) -> tuple[ReplicaSet, bool]:
         """Return the replicas as a run would begin, as to sizes; and whether there would be an optimizer's state.
