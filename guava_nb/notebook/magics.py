@@ -275,8 +275,9 @@ class GuavaMagics(Magics):
     def tell_end(self, result: Any = None) -> None:
         """After each cell: say how a run that no cell shows has ended, and why every cell that needs torch fails."""
         self.session.runs.tell_end()
-        problem = "" if result is None or result.success else half_loaded_text()
-        if problem and str(result.error_in_exec) != problem:
+        if result is None or result.success or not result.info.store_history:  # a shared cell runs within another one
+            return
+        if (problem := half_loaded_text()) and str(result.error_in_exec) != problem:
             say(problem)
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ from guava_nb.notebook.up import (
     cautions,
     code_to_dial,
     goes_on_notes,
+    lost_run,
     new_orchestrator,
     orchestrator_settings,
     start_worker,
@@ -104,7 +105,7 @@ class NotebookSession:
             if args.connect is None or args.local or args.tunnel:
                 orchestrator.open(args.tunnel, self._token_prompt())
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
-            notes += goes_on_notes(orchestrator)
+            notes += goes_on_notes(orchestrator, args.local or 0)
             notes += self.cells.share_all(orchestrator)
         elif self.has_code or args.tunnel:
             self._orchestrator.open(
@@ -212,6 +213,8 @@ class NotebookSession:
         if orchestrator.run is not None and not orchestrator.run.done:
             raise UsageError("a run is going on; %guava_status shows it, %guava_stop ends it")
         arguments = self._arguments(args)
+        if args.resume == "session" and orchestrator.run is None and (lost := lost_run(orchestrator)):
+            raise UsageError(f"--resume session: {lost}")
         new_code = self._new_codes()
         self._gather(new_code, panel, last=args.detach)
         self._apply_mode()

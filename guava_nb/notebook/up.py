@@ -28,6 +28,7 @@ __all__ = [
     "cautions",
     "code_to_dial",
     "goes_on_notes",
+    "lost_run",
     "memory_caution",
     "new_orchestrator",
     "orchestrator_settings",
@@ -43,6 +44,9 @@ _GOES_ON = (
 _RUN_GOES_ON = (
     "Its last run can go on where it stood, as soon as one of its workers is back: the same line of %guava_train with --resume "
     "session."
+)
+_LOCAL_ENDED = (
+    "The workers that it had started on this machine ended with its kernel: %guava_up --local 1 starts one again."
 )
 #: Seconds that workers started on this machine get to load torch and join.
 LOCAL_JOIN_S = 180.0
@@ -147,11 +151,31 @@ def code_to_dial(words: Sequence[str]) -> str:
     return text
 
 
-def goes_on_notes(orchestrator: Any) -> list[str]:
-    """Sentences on what goes on of the session of an ended kernel; none where this one is new."""
+def goes_on_notes(orchestrator: Any, started: int) -> list[str]:
+    """Sentences on what goes on of the session of an ended kernel; none where this one is new.
+
+    Args:
+        started: workers that are started here now.
+    """
     if not orchestrator.goes_on:
         return []
-    return [_GOES_ON, *([_RUN_GOES_ON] if orchestrator.run_path.exists() else [])]
+    notes = [_GOES_ON]
+    if orchestrator.local_before and not started:
+        notes.append(_LOCAL_ENDED)
+    if lost := lost_run(orchestrator):
+        notes.append(f"{lost[:1].upper()}{lost[1:]}.")
+    elif orchestrator.run_path.exists():
+        notes.append(_RUN_GOES_ON)
+    return notes
+
+
+def lost_run(orchestrator: Any) -> str:
+    """A sentence where only workers that ended with the last kernel had what its last run trained; "" elsewhere."""
+    if not orchestrator.local_before:
+        return ""
+    from guava_nb.orchestrator.run_record import LastRun
+
+    return LastRun.lost(orchestrator.run_path, orchestrator.local_before)
 
 
 def session_file() -> Path:

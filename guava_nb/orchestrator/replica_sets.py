@@ -20,7 +20,7 @@ from guava_nb.orchestrator.left_state import LeftState
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.past_runs import PastRuns
 from guava_nb.orchestrator.run_builder import RunBuilder
-from guava_nb.orchestrator.run_record import LastRun, RunRecord
+from guava_nb.orchestrator.run_record import LastRun, note_place
 from guava_nb.parallel.replicas.buffer_policy import unused_in
 from guava_nb.protocol.messages import EndRun, RunSpec
 from guava_nb.replica.model.pretrained import load_pretrained, pinned
@@ -43,7 +43,7 @@ from guava_nb.training.initial_state import (
     unlike,
 )
 from guava_nb.training.job import TrainingJob
-from guava_nb.training.plan import NotePlace, Position, TrainingPlan
+from guava_nb.training.plan import Position, TrainingPlan
 from guava_nb.training.saving.frozen_base import digests_of
 from guava_nb.training.saving.weights_file import fitting_weights
 from guava_nb.training.schedule_check import check_schedule
@@ -203,19 +203,8 @@ class ReplicaSets:
         self._registry.keep(composed.spec.model)
         self.loaded = None  # not before: after a refusal load_checkpoint still holds
         replica_set.look_at(plan.feed)
-        plan.note_place = self._note_place(replica_set, plan)
+        plan.note_place = note_place(self._run_path(), replica_set, plan, self._cluster())
         return replica_set
-
-    def _note_place(self, replica_set: ReplicaSet, plan: TrainingPlan) -> NotePlace | None:
-        """What keeps the run's place for a process that follows this one; None where workers do not keep the rest."""
-        path, spec = self._run_path(), replica_set.spec
-        if path is None:
-            return None
-        if spec.parallel is None and spec.optimizer_site == "workers" and not is_own(spec):
-            note = lambda text: self._notices.add(text, "run")  # noqa: E731
-            return RunRecord(path, replica_set.run_id, spec, lambda: plan.log_mark, note).issued
-        RunRecord.forget(path)
-        return None
 
     def _start(self, options: TrainingOptions, composed: Composed) -> checkpoint.Loaded | None:
         if options.resume is None:

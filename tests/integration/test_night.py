@@ -86,7 +86,16 @@ def test_a_night(laptop: Kernel, tmp_path: Path) -> None:
 
     again = _notebook(tmp_path)
     try:
-        again.run("%guava_up")
+        shown = again.run("%guava_up")
+        assert "The workers that it had started on this machine ended with its kernel: %guava_up --local 1" in shown
+        assert (
+            "Run-2 was trained by workers of that kernel alone (local-1)" in shown
+            and "back: the same line" not in shown
+        )
+        again.run(DATA)
+        again.run(SHARE)
+        gone = error_of(again, f"{TRAIN} --loss slow_loss --resume session")
+        assert "--resume session: run-2 was trained by" in gone and "give --save-every 10min" in gone
         rows = [line.split()[:2] for line in again.run("%guava_runs").splitlines() if re.match(r"\s*run-\d", line)]
         assert rows == [["run-2", "killed"], ["run-1", "done"]]
     finally:
