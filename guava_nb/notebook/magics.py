@@ -116,7 +116,7 @@ class GuavaMagics(Magics):
         name = self.session.share(args.name, cell)
         say(f"Cell {name} is shared{'' if self.session.is_open else ' as soon as %guava_up opens a session'}.")
         for sentence in self.session.cells.undefined(name):
-            say(f"Not ready to train: {sentence}.")
+            say(f"What uses it cannot train yet: {sentence}.")
 
     @line_cell_magic
     @_command(commands.PX)
@@ -143,9 +143,11 @@ class GuavaMagics(Magics):
 
     @line_magic
     @_command(commands.PULL)
-    def guava_pull(self, args: argparse.Namespace) -> None:
-        """Bring variables from the workers."""
-        say(self.session.code.pull(args))
+    def guava_pull(self, args: argparse.Namespace) -> Any:
+        """Bring variables from the workers; returns the value."""
+        told, value = self.session.code.pull(args)
+        say(told)
+        return value
 
     @line_magic
     @_command(commands.PIP)

@@ -286,10 +286,12 @@ class NotebookSession:
     def resume(self, args: argparse.Namespace) -> str:
         """Load a checkpoint; returns the sentence on it."""
         source = Path(args.path).expanduser()
-        at = self._asked(args).load_checkpoint(source)
+        orchestrator = self._asked(args)
+        at, unsaved = orchestrator.load_checkpoint(source), orchestrator.unsaved
+        kept = f" Before that, %guava_save PATH keeps it: no file has what {unsaved}." if unsaved else ""
         return (
             f"Loaded {source}: step {at['step']}, whole epochs done: {at['epoch']}. The next %guava_train goes on from there; "
-            f"its --epochs counts from the very beginning, so give more than {at['epoch']}."
+            f"its --epochs counts from the very beginning, so give more than {at['epoch']}.{kept}"
         )
 
     def log(self, worker: str | None, num_lines: int) -> list[str]:

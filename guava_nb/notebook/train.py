@@ -11,7 +11,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from guava_nb.notebook.line_words import near, value_of
+from guava_nb.notebook.line_words import in_a_folder, near, value_of
 from guava_nb.spec.hub_name import is_on_hub
 from guava_nb.spec.training_options import OptionInfo, option_infos
 
@@ -86,6 +86,8 @@ def training_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
 
 def _value(info: OptionInfo, value: Any, namespace: Mapping[str, Any]) -> Any:
     """What a word of the line stands for."""
+    if info.name == "checkpoint_dir":
+        return in_a_folder(value, "--checkpoint-dir")
     if info.kind == "file":
         return value if is_on_hub(value) else Path(value).expanduser()
     if info.kind == "objects":

@@ -19,8 +19,11 @@ from guava_nb.cluster.session_file import state_folder
 from guava_nb.config import DistributedConfig
 from guava_nb.config.units import show_bytes
 from guava_nb.doctor.memory import WORKER_BYTES, Memory, memory_here
-from guava_nb.errors import ConfigError
+from guava_nb.errors import AuthenticationError, ClusterError, ConfigError, LinkBroken, LinkTimeout
+from guava_nb.link.handshake import try_way
+from guava_nb.link.options import LinkOptions
 from guava_nb.notebook.host import Host, binder_rule, is_loopback
+from guava_nb.protocol.joincode import JoinCode
 from guava_nb.spec.loading import half_loaded_text, loading_without_collections
 
 __all__ = [
@@ -48,6 +51,8 @@ _RUN_GOES_ON = (
 _LOCAL_ENDED = (
     "The workers that it had started on this machine ended with its kernel: %guava_up --local 1 starts one again."
 )
+#: Seconds in which a session that is there has answered.
+TRY_S = 4.0
 #: Seconds that workers started on this machine get to load torch and join.
 LOCAL_JOIN_S = 180.0
 
@@ -67,17 +72,33 @@ def new_orchestrator(**settings: Any) -> Any:
 
 
 def start_worker(code: str, device: str, name: str | None) -> Any:
-    """Start the worker of this notebook; errors as for `new_orchestrator`."""
+    """Start the worker of this notebook, if its session answers: a process takes seconds to load torch and to find out.
+
+    Raises:
+        ClusterError: nobody listens there, or another session does.
+        GuavaError: as for `new_orchestrator`.
+    """
+    _check_whole()
+    try:
+        try_way(JoinCode.decode(code), LinkOptions(connect_timeout_s=TRY_S), TRY_S)
+    except LinkTimeout:
+        pass  # slow, or gone: the worker is more patient
+    except (LinkBroken, AuthenticationError) as error:
+        raise ClusterError(f"the worker did not join: {error}; %guava_doctor CODE says which step fails") from None
     _load_torch()
     from guava_nb.worker.network_worker import start_worker as start
 
     return start(code, device=device, name=name, config=DistributedConfig.load())
 
 
-def _load_torch() -> None:
-    """Load torch and what trains with it; an interrupt waits for the end of that, which takes some seconds."""
+def _check_whole() -> None:
     if problem := half_loaded_text():
         raise UsageError(problem)
+
+
+def _load_torch() -> None:
+    """Load torch and what trains with it; an interrupt waits for the end of that, which takes some seconds."""
+    _check_whole()
     with loading_without_collections():
         import guava_nb.orchestrator
         import guava_nb.worker.network_worker  # noqa: F401

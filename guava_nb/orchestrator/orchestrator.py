@@ -144,7 +144,7 @@ class Orchestrator(Generating, SessionHost):
 
     def status(self) -> Status:
         """Return a snapshot of the session for display."""
-        cells = tuple(cell.name for cell in self._models.cells)
+        cells = self._models.cell_names
         found = survey(self._cluster, self._where(), self.config, self.run, cells, self._notices.numbered(10))
         note = self._replica_sets.left.note(self._cluster) if self.run is not None and self.run.done else ""
         return dataclasses.replace(found, state_note=note, diary=str(self.diary.path or ""))
@@ -188,7 +188,8 @@ class Orchestrator(Generating, SessionHost):
         """Train the registered model; blocks until the end unless `detach`.
 
         A second call goes on from where the weights are as long as the model has the same parameters; with the same
-        optimizer, from its state too. `fresh` starts anew; without it no trained weights are thrown away.
+        optimizer, from its state too. Where it would not go on from them it is refused until a file has them: only `fresh`,
+        `resume` and `weights` say that they may be thrown away.
 
         Args:
             train_loader: the user's DataLoader (its batch is the global batch), or an iterable of batches; or a `WorkerData`
@@ -205,7 +206,7 @@ class Orchestrator(Generating, SessionHost):
         cluster, loaders = self._idle_cluster(), (train_loader, val_loader)
         model = self._models.needed(self._replica_sets.loaded)
         chosen, choice = self._sync_advice.resolve(chosen, model, loaders, cluster, self.config)
-        limit = chosen_limit(self.config, chosen.budget_bytes, chosen.save_path)
+        limit = chosen_limit(self.config, chosen.budget_bytes, chosen.save_path, chosen.checkpoint_dir)
         with interrupts_remembered() as interrupts:
             seats = cluster.roster.ready()
             composed = self._builder().compose(chosen, model, loaders, len(seats), cuda_reach(cluster))
@@ -449,6 +450,11 @@ class Orchestrator(Generating, SessionHost):
         target = Path(path)
         self._replica_sets.save(target, self._job)
         return target
+
+    @property
+    def unsaved(self) -> str:
+        """Return what was trained and no file has, as in "run-2 trained in 40 steps"; "" for nothing."""
+        return self._replica_sets.unsaved
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint and go on from it at the next start_training; returns step and epoch.

@@ -37,6 +37,7 @@ from guava_nb.training.initial_state import (
     GOES_ON,
     begun_anew,
     build_ensemble,
+    check_saved,
     from_checkpoint,
     from_last_run,
     goes_on,
@@ -104,6 +105,12 @@ class ReplicaSets:
         held = self.trained or self._replaced
         return held if held is None or held.predecessor is None else held.predecessor
 
+    @property
+    def unsaved(self) -> str:
+        """What was trained and no file has, in words; "" for nothing."""
+        last = self.trained or self._replaced
+        return "" if last is None or last.is_saved else f"{last.run_id} trained in {last.step + 1} steps"
+
     def load(self, path: Path) -> dict[str, Any]:
         """Read the checkpoint that the next run goes on from; returns what is in it.
 
@@ -166,12 +173,13 @@ class ReplicaSets:
             CheckpointError: nothing was trained yet, or the file cannot be written.
             WorkerLost: the workers that hold the state are gone.
         """
-        trained = self.trained
+        trained = self.trained or self._replaced
         if trained is None or job is None:
             raise CheckpointError("there is nothing to save: no run was started in this session")
         if job.run.done:
             state = self.fetch(trained)
             checkpoint.write(path, state, trained.step, job.where(trained.step), trained.spec, job.files.extras)
+            trained.saved_step = trained.step
             return
 
         try:
@@ -264,18 +272,15 @@ class ReplicaSets:
             self.fetch(own)
             own.begin_with_what_is_here()
             return own
-        replaced = self._replaced
-        if not fresh and replaced is not None and replaced.master_step != replaced.step:
-            raise ConfigError(
-                f"a run from the registered model would throw away what the last one trained in {replaced.step + 1} steps, which "
-                "is at the workers only: fetch it before with run.model(), or say fresh=True (--fresh)"
-            )
+        if not fresh and self._replaced is not None:
+            check_saved(self._replaced, "another model was registered")
         going_on = None if fresh else self._going_on(composed)
         if going_on is not None:
             return going_on
         replica_set = self._build(composed, options.weights)
         if not fresh and last is not None:
             self._notices.add(from_last_run(replica_set, last, self.fetch), "run")
+            replica_set.saved_step = None if replica_set.goes_on and not last.is_saved else -1
             if anew := begun_anew(replica_set, last, options.check == "strict"):
                 self._notices.add(anew, "run")
         return replica_set

@@ -198,6 +198,7 @@ class TrainingJob(Job):
         """
         held, step = self.replica_set, self.accounting.steps - 1
         checkpoint.write(path, held.master.state(), step, self.where(), held.spec, self.files.extras)
+        held.saved_step = held.master_step
 
     # --------------------------------------------------------------------------------------------------- the whole run
 

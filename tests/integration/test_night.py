@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from guava_nb.protocol.joincode import JoinCode
 from tests.integration.test_two_kernels import DATA, SHARE, error_of
-from tests.support.kernels import ROOT, Kernel, wait_until
+from tests.support.kernels import ROOT, Kernel, gone, wait_until
 
 #: An interrupt in the middle of the import of torch, at an exact place: raised there, or sent to the kernel's process.
 CUT = """
@@ -55,6 +57,24 @@ def test_an_interrupt_of_the_first_magic_waits_until_torch_is_loaded(without_tor
     without_torch.run(CUT.format("os.kill(os.getpid(), signal.SIGINT)"))
     assert "Interrupted: %guava_up was cut short" in error_of(without_torch, "%guava_up")
     assert "session: open" in without_torch.run("%guava_up")
+
+
+def test_a_worker_on_a_dead_code_is_told_or_ended_at_once(without_torch: Kernel) -> None:
+    """A session that was closed refuses; a machine that is gone never answers, and nothing is lost by not waiting for it."""
+    kernel = without_torch
+    kernel.run("%load_ext guava_nb")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        code = JoinCode.decode(CODE).with_address("127.0.0.1", port).encode()
+        worker = kernel.start(f"%guava_worker {code}")
+        kernel.wait_for("worker: (starting|joining)")
+        processes = kernel.children()
+        kernel.interrupt()
+        status, text = worker()
+        assert status == "ok" and "had not joined yet; its process is ended" in text, text
+        assert processes and gone(processes)
+    status, text = kernel.attempt(f"%guava_worker {code}")
+    assert status == "error" and "the session of this code was closed" in text and "starting" not in text, text
 
 
 @pytest.fixture
