@@ -29,7 +29,7 @@ from guava_nb.notebook.panel.panel import Frame, Panel
 from guava_nb.notebook.px.remote_code import RemoteCode
 from guava_nb.notebook.results.runs import Runs
 from guava_nb.notebook.shared_cells import SharedCells
-from guava_nb.notebook.train import check_variable, training_arguments
+from guava_nb.notebook.train import check_variable, loaded_text, training_arguments
 from guava_nb.notebook.up import (
     LocalWorkers,
     cautions,
@@ -286,13 +286,7 @@ class NotebookSession:
     def resume(self, args: argparse.Namespace) -> str:
         """Load a checkpoint; returns the sentence on it."""
         source = Path(args.path).expanduser()
-        orchestrator = self._asked(args)
-        at, unsaved = orchestrator.load_checkpoint(source), orchestrator.unsaved
-        kept = f" Before that, %guava_save PATH keeps it: no file has what {unsaved}." if unsaved else ""
-        return (
-            f"Loaded {source}: step {at['step']}, whole epochs done: {at['epoch']}. The next %guava_train goes on from there; "
-            f"its --epochs counts from the very beginning, so give more than {at['epoch']}.{kept}"
-        )
+        return loaded_text(source, self._asked(args).load_checkpoint(source))
 
     def log(self, worker: str | None, num_lines: int) -> list[str]:
         """Last lines of one worker or of all; in a worker's notebook, of that worker."""

@@ -80,9 +80,8 @@ def start_worker(code: str, device: str, name: str | None) -> Any:
     """
     _check_whole()
     try:
-        try_way(JoinCode.decode(code), LinkOptions(connect_timeout_s=TRY_S), TRY_S)
-    except LinkTimeout:
-        pass  # slow, or gone: the worker is more patient
+        with contextlib.suppress(LinkTimeout):  # slow, or gone: the worker is more patient
+            try_way(JoinCode.decode(code), LinkOptions(connect_timeout_s=TRY_S), TRY_S)
     except (LinkBroken, AuthenticationError) as error:
         raise ClusterError(f"the worker did not join: {error}; %guava_doctor CODE says which step fails") from None
     _load_torch()

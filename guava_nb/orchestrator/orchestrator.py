@@ -81,13 +81,8 @@ class Orchestrator(Generating, SessionHost):
         self.past_runs = PastRuns(lambda: self.run_path)
         self._models, self._tensor_plan = ModelRegistry(self._notices.add), dict[str, str]()
         self._replica_sets = ReplicaSets(
-            self._models,
-            self._notices,
-            self._open_cluster,
-            lambda: self._patience_s,
-            lambda: self.run_path,
-            self.past_runs,
-        )
+            self._models, self._notices, self._open_cluster, lambda: self._patience_s, lambda: self.run_path, self.past_runs
+        )  # fmt: skip
         self._sync_advice = SyncAdvice(self._replica_sets, self._notices, self._planned)
         self._job: TrainingJob | None = None
         self._warming: threading.Thread | None = None
@@ -188,8 +183,7 @@ class Orchestrator(Generating, SessionHost):
         """Train the registered model; blocks until the end unless `detach`.
 
         A second call goes on from where the weights are as long as the model has the same parameters; with the same
-        optimizer, from its state too. Where it would not go on from them it is refused until a file has them: only `fresh`,
-        `resume` and `weights` say that they may be thrown away.
+        optimizer, from its state too. Else it is refused until a file has what was trained, or `fresh` gives that up.
 
         Args:
             train_loader: the user's DataLoader (its batch is the global batch), or an iterable of batches; or a `WorkerData`
@@ -451,13 +445,8 @@ class Orchestrator(Generating, SessionHost):
         self._replica_sets.save(target, self._job)
         return target
 
-    @property
-    def unsaved(self) -> str:
-        """Return what was trained and no file has, as in "run-2 trained in 40 steps"; "" for nothing."""
-        return self._replica_sets.unsaved
-
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Read a checkpoint and go on from it at the next start_training; returns step and epoch.
+        """Read a checkpoint and go on from it at the next start_training; returns step and epoch, and what is `unsaved` by then.
 
         Whether it fits is seen there. Where no model was registered, the one that the checkpoint names is taken, if a shared
         cell defines it.
@@ -466,4 +455,4 @@ class Orchestrator(Generating, SessionHost):
             CheckpointError: it cannot be read.
         """
         content = self._replica_sets.load(Path(path))
-        return {"step": int(content["step"]) + 1, "epoch": content["position"]["epoch"]}
+        return {"step": int(content["step"]) + 1, "epoch": content["position"]["epoch"], **self._replica_sets.unsaved}

@@ -106,10 +106,10 @@ class ReplicaSets:
         return held if held is None or held.predecessor is None else held.predecessor
 
     @property
-    def unsaved(self) -> str:
-        """What was trained and no file has, in words; "" for nothing."""
+    def unsaved(self) -> dict[str, str]:
+        """What was trained and no file has, as in "run-2 trained in 40 steps"; nothing where there is nothing."""
         last = self.trained or self._replaced
-        return "" if last is None or last.is_saved else f"{last.run_id} trained in {last.step + 1} steps"
+        return {} if last is None or last.is_saved else {"unsaved": f"{last.run_id} trained in {last.step + 1} steps"}
 
     def load(self, path: Path) -> dict[str, Any]:
         """Read the checkpoint that the next run goes on from; returns what is in it.

@@ -108,7 +108,6 @@ class FakeOrchestrator:
     newcomers: list[str] = field(default_factory=list)
     too_few: bool = False
     goes_on: bool = False
-    unsaved: str = ""
     tunnel: str = ""
     tunnel_note: str = ""
     config: DistributedConfig = field(default_factory=DistributedConfig)

@@ -81,6 +81,16 @@ class RunFiles:
         )
         self._writer.start()
 
+    def save(self, path: Path) -> None:
+        """Write the state that the master holds to this file, before it returns.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        held, place = self._replica_set, self._place
+        checkpoint.write(path, held.master.state(), place.steps - 1, place.where(), held.spec, self.extras)
+        held.saved_step = held.master_step
+
     def finish(self) -> None:
         """Wait until the last file is whole, or was given up."""
         if self._writer is not None:
