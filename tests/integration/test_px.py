@@ -119,7 +119,7 @@ def _files_and_a_run(kernel: Kernel, helper: Path) -> None:
     assert "What uses it cannot train yet: name 'scale' is used in cell 'half' (line 2)" in kernel.run(unused)
     folder = helper.parent / "kept"
     kernel.run(f"{TRAIN} --epochs 1 --save-every 4 --checkpoint-dir {folder} --log csv")
-    assert sorted(path.suffix for path in folder.iterdir()) == [".csv", ".pt", ".pt"]
+    assert sorted(path.suffix for path in folder.iterdir()) == [".csv", ".csv", ".pt", ".pt"]
     assert "there is no folder" in error_of(kernel, f"{TRAIN} --epochs 1 --checkpoint-dir {folder}/deep/kept")
     text = error_of(kernel, TRAIN.replace("slow_loss", "half"))
     assert "'half' cannot be used: name 'scale' is used in cell 'half' (line 2)" in text and "Traceback" not in text
