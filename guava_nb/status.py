@@ -151,7 +151,11 @@ class EpochFigures:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """One run. `state` is "preparing", "training", "validating", "waiting", "stopping", "done", "stopped" or "failed"."""
+    """One run.
+
+    `state` is "preparing", "training", "validating", "waiting", "stopping", "done", "stopped", "failed", or "killed" with its
+    process.
+    """
 
     run_id: str
     state: str

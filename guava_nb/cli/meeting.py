@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from guava_nb.cluster.session_file import state_folder
+from guava_nb.config.state_folder import state_folder
 from guava_nb.errors import ConfigError, LinkError
 from guava_nb.launchers.board import Board, FolderBoard, StoreBoard
 from guava_nb.launchers.ranks import CODE, code_for_rank

@@ -62,6 +62,7 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         log_folder: where everything goes that workers print; made with the first line.
         diary: what happened, in a file beside the session's own; it stays when the session is over.
         goes_on: the join code is that of a process that ended without closing its session.
+        local_before: workers that such processes had started, by name; they ended with them.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -78,7 +79,7 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         self._file: SessionFile | None = None
         self._shown: StatusWriter | None = None
         self._at_exit: Callable[[], None] = lambda: None
-        self.goes_on = False
+        self.goes_on, self.local_before = False, list[str]()
         self._cluster: Cluster | None = None
         self._keeper: TunnelKeeper | None = None
         self._wheel: Wheel | None = None
@@ -178,6 +179,7 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
             listener.start()
         self._listener, self.goes_on = listener, saved is not None
         if self._file is not None:
+            self.local_before = self._file.local()
             pem, key = (
                 (b"", b"") if listener.certificate is None else (listener.certificate.pem, listener.certificate.key)
             )
@@ -434,6 +436,8 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
             for name, one in zip(names, places, strict=True)
         ]
         self._local.extend(started)
+        if self._file is not None:
+            self._file.note_local(names)
         if started:
             self._open_cluster().notice(describe(names, places))
         return started

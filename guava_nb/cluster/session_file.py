@@ -21,6 +21,7 @@ from guava_nb.transport.certificate import Certificate
 __all__ = ["SavedSession", "SessionFile"]
 
 _VERSION = 1
+_LOCAL = ".local"
 _MOST = 64  # sessions of one name side by side
 _HELD: set[Path] = set()  # by this process: a lock keeps others out, and not the process that has it
 
@@ -109,10 +110,22 @@ class SessionFile:
         """Where the session's last run may be noted."""
         return self.path.with_suffix(".run")
 
+    def note_local(self, names: list[str]) -> None:
+        """Note workers that this process started: they end with it, and with them what only they hold."""
+        with contextlib.suppress(OSError), self.path.with_suffix(_LOCAL).open("a", encoding="utf-8") as file:
+            file.writelines(f"{name}\n" for name in names)
+
+    def local(self) -> list[str]:
+        """Return the names of those that processes before started; none where the last one ended its session."""
+        try:
+            return sorted(set(self.path.with_suffix(_LOCAL).read_text(encoding="utf-8").split("\n")[:-1]))
+        except (OSError, UnicodeDecodeError):
+            return []
+
     def release(self, forget: bool) -> None:
         """Let the next process hold it; `forget`: the session is over for good."""
         if forget:
-            for suffix in (".json", ".run", ".steps", ".launched"):
+            for suffix in (".json", ".run", ".steps", ".launched", _LOCAL):
                 self.path.with_suffix(suffix).unlink(missing_ok=True)
         self._lock.close()
         _HELD.discard(self.path)

@@ -173,6 +173,16 @@ def attach(
         raise
 
 
+def try_way(code: JoinCode, options: LinkOptions, timeout_s: float) -> None:
+    """Reach a listener, prove both sides to each other, and hang up; arguments and errors as for `attach`."""
+    deadline = Deadline(timeout_s, "answer", code.address)
+    stream = _reach(code, options, deadline, lambda step: None)
+    try:
+        prove(stream, DiallerProof(code.secret, code.fingerprint), deadline)
+    finally:
+        stream.close()
+
+
 def _ask(
     stream: Stream,
     code: JoinCode,

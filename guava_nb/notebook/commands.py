@@ -392,14 +392,18 @@ STATUS = Command(
 )
 RUNS = Command(
     "guava_runs",
-    "The runs of this notebook beside each other, also those of kernels before: a table of how they ended and in which settings "
-    "they differ, and their losses in one picture.",
+    "The runs of this notebook beside each other, the newest first, those of kernels before and of killed ones too: how they "
+    "ended and in which settings they differ; of runs that are named, the losses in one picture as well.",
     (
-        word("runs", nargs="*", metavar="RUN", complete=("<runs>",), help="only these"),
-        _file("--csv", "write every point of their curves into this file: run, figure, step, value"),
-        _file("--png", "write the picture into this file"),
+        word("runs", nargs="*", metavar="RUN", complete=("<runs>",), help="only these, with the picture"),
+        _count("-n", "how many of the newest (default: 10)"),
+        flag("--all", help="all that are kept, at most 50"),
+        _file(
+            "--csv", "write every point of the curves of those that are shown into this file: run, figure, step, value"
+        ),
+        _file("--png", "write the picture of their losses into this file"),
     ),
-    "%guava_runs --csv runs.csv --png losses.png",
+    "%guava_runs run-3 run-5 --png losses.png",
 )
 ENERGY = Command(
     "guava_energy",

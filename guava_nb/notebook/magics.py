@@ -28,6 +28,7 @@ from guava_nb.notebook.panel.blocking import Interrupted, follow_lines
 from guava_nb.notebook.panel.panel import Panel, make_panel
 from guava_nb.notebook.settings import add_settings, remove_settings, settings_of
 from guava_nb.render import View, energy_view, forecast_view, runs_view
+from guava_nb.spec.loading import half_loaded_text
 from guava_nb.tunnels import tunnel_names
 
 __all__ = ["GuavaMagics", "load", "unload"]
@@ -119,7 +120,7 @@ class GuavaMagics(Magics):
         name = self.session.share(args.name, cell)
         say(f"Cell {name} is shared{'' if self.session.is_open else ' as soon as %guava_up opens a session'}.")
         for sentence in self.session.cells.undefined(name):
-            say(f"Not ready to train: {sentence}.")
+            say(f"What uses it cannot train yet: {sentence}.")
 
     @line_cell_magic
     @_command(commands.PX)
@@ -146,9 +147,11 @@ class GuavaMagics(Magics):
 
     @line_magic
     @_command(commands.PULL)
-    def guava_pull(self, args: argparse.Namespace) -> None:
-        """Bring variables from the workers."""
-        say(self.session.code.pull(args))
+    def guava_pull(self, args: argparse.Namespace) -> Any:
+        """Bring variables from the workers; returns the value."""
+        told, value = self.session.code.pull(args)
+        say(told)
+        return value
 
     @line_magic
     @_command(commands.PIP)
@@ -206,7 +209,7 @@ class GuavaMagics(Magics):
     @_command(commands.RUNS)
     def guava_runs(self, args: argparse.Namespace) -> None:
         """Compare runs."""
-        runs = self.session.runs.chosen(args)
+        runs, more = self.session.runs.chosen(args)
 
         def png() -> bytes:
             from guava_nb.render.pictures import runs_png  # matplotlib takes a second
@@ -214,8 +217,8 @@ class GuavaMagics(Magics):
             return runs_png(runs, settings_of(self.shell).smoothing)
 
         said = self.session.runs.export(args, runs, png)
-        self._show(runs_view(runs))
-        if choose_ui(self.shell) not in ("text", "none") and settings_of(self.shell).picture:
+        self._show(runs_view(runs, more))
+        if args.runs and choose_ui(self.shell) not in ("text", "none") and settings_of(self.shell).picture:
             show_png(png(), "losses of the runs")
         if said:
             say("\n".join(said))
@@ -285,8 +288,12 @@ class GuavaMagics(Magics):
         self._show(doctor_report(args, self.session.worker.ask_for_code))
 
     def tell_end(self, result: Any = None) -> None:
-        """After each cell: say how a run that no cell shows has ended meanwhile."""
+        """After each cell: say how a run that no cell shows has ended, and why every cell that needs torch fails."""
         self.session.runs.tell_end()
+        if result is None or result.success or not result.info.store_history:  # a shared cell runs within another one
+            return
+        if (problem := half_loaded_text()) and str(result.error_in_exec) != problem:
+            say(problem)
 
     def close(self) -> None:
         """Close everything this notebook started; also called when the kernel ends."""
@@ -336,6 +343,8 @@ def load(shell: Any) -> None:
     allow_help_alone(shell)
     shell.events.register("post_run_cell", magics.tell_end)
     atexit.register(magics.close)
+    if problem := half_loaded_text():  # by the very first cell, before this one
+        say(problem)
 
 
 def unload(shell: Any) -> None:

@@ -29,16 +29,18 @@ from guava_nb.notebook.panel.panel import Frame, Panel
 from guava_nb.notebook.px.remote_code import RemoteCode
 from guava_nb.notebook.results.runs import Runs
 from guava_nb.notebook.shared_cells import SharedCells
-from guava_nb.notebook.train import check_variable, training_arguments
+from guava_nb.notebook.train import check_variable, loaded_text, training_arguments
 from guava_nb.notebook.up import (
     LocalWorkers,
     cautions,
     code_to_dial,
     first_settings,
     goes_on_notes,
+    lost_run,
+    new_orchestrator,
     orchestrator_settings,
-    session_file,
     start_elsewhere,
+    start_worker,
 )
 from guava_nb.notebook.validate_predict import predict, validate
 from guava_nb.notebook.wait_for_workers import wait_for_workers
@@ -60,27 +62,14 @@ DETACHED = (
 _NO_SESSION = "no session is open here: run %guava_up first"
 
 
-def _new_orchestrator(**settings: Any) -> Any:
-    from guava_nb.orchestrator import Orchestrator
-
-    config = DistributedConfig.load(**settings)
-    return Orchestrator(config if config.session_file else config.replace(session_file=str(session_file())))
-
-
-def _start_worker(code: str, device: str, name: str | None) -> Any:
-    from guava_nb.worker.network_worker import start_worker
-
-    return start_worker(code, device=device, name=name, config=DistributedConfig.load())
-
-
 class NotebookSession:
     """What this notebook takes part in. The factories are the two objects' own; tests give others."""
 
     def __init__(
         self,
         shell: Any,
-        new_orchestrator: Callable[..., Any] = _new_orchestrator,
-        start_worker: Callable[..., Any] = _start_worker,
+        new_orchestrator: Callable[..., Any] = new_orchestrator,
+        start_worker: Callable[..., Any] = start_worker,
     ) -> None:
         self._shell = shell
         self._new_orchestrator = new_orchestrator
@@ -117,7 +106,7 @@ class NotebookSession:
             if args.connect is None or args.local or args.tunnel:
                 orchestrator.open(args.tunnel, self._token_prompt())
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
-            notes += goes_on_notes(orchestrator)
+            notes += goes_on_notes(orchestrator, args.local or 0)
             notes += self.cells.share_all(orchestrator)
         elif self.has_code or args.tunnel:
             self._orchestrator.open(
@@ -226,6 +215,8 @@ class NotebookSession:
         if orchestrator.run is not None and not orchestrator.run.done:
             raise UsageError("a run is going on; %guava_status shows it, %guava_stop ends it")
         arguments = self._arguments(args)
+        if args.resume == "session" and orchestrator.run is None and (lost := lost_run(orchestrator)):
+            raise UsageError(f"--resume session: {lost}")
         new_code = self._new_codes()
         self._gather(new_code, panel, last=args.detach)
         self._apply_mode()
@@ -297,11 +288,7 @@ class NotebookSession:
     def resume(self, args: argparse.Namespace) -> str:
         """Load a checkpoint; returns the sentence on it."""
         source = Path(args.path).expanduser()
-        at = self._asked(args).load_checkpoint(source)
-        return (
-            f"Loaded {source}: step {at['step']}, whole epochs done: {at['epoch']}. The next %guava_train goes on from there; "
-            f"its --epochs counts from the very beginning, so give more than {at['epoch']}."
-        )
+        return loaded_text(source, self._asked(args).load_checkpoint(source))
 
     def log(self, worker: str | None, num_lines: int) -> list[str]:
         """Last lines of one worker or of all; in a worker's notebook, of that worker."""

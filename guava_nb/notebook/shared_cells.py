@@ -39,7 +39,9 @@ class SharedCells:
         result = self._shell.run_cell(text)
         if not result.success:
             error = result.error_before_exec or result.error_in_exec
-            raise UsageError(f"cell {name} is not shared: it failed here with {type(error).__name__}")
+            raise UsageError(
+                f"cell {name} is not shared: it failed here with {type(error).__name__}{_install_hint(error)}"
+            )
         if orchestrator is not None:
             orchestrator.share(text, name=name)
         self._texts[name] = text
@@ -97,6 +99,15 @@ class SharedCells:
                     f"--{option} {name}: it exists in this notebook, but in no shared cell: put %%guava_share on top of the "
                     "cell that defines it and run that cell"
                 )
+
+
+def _install_hint(error: BaseException) -> str:
+    """What to do where a module is not installed; "" for other errors."""
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return missing and (
+        f": where {missing} is a package, %pip install {missing} installs it here and %guava_pip {missing} at the workers; where "
+        "it is a file of yours, run the notebook in its folder"
+    )
 
 
 def cell_name(given: str | None, shell: Any, text: str) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from guava_nb.notebook.line_words import near, value_of
+from guava_nb.notebook.line_words import in_a_folder, near, value_of
 from guava_nb.spec.hub_name import is_on_hub
 from guava_nb.spec.training_options import OptionInfo, option_infos
 
-__all__ = ["check_variable", "metrics_argument", "resolve", "training_arguments"]
+__all__ = ["check_variable", "loaded_text", "metrics_argument", "resolve", "training_arguments"]
 
 #: Names with commas between them.
 _NAMES = re.compile(r"[\w.:]+(\s*,\s*[\w.:]+)*")
@@ -84,8 +84,19 @@ def training_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
     return given
 
 
+def loaded_text(source: Path, at: Mapping[str, Any]) -> str:
+    """The sentence on a checkpoint that was loaded; `at` as `Orchestrator.load_checkpoint` gives it."""
+    kept = f" Before that, %guava_save PATH keeps it: no file has what {at['unsaved']}." if "unsaved" in at else ""
+    return (
+        f"Loaded {source}: step {at['step']}, whole epochs done: {at['epoch']}. The next %guava_train goes on from there; its "
+        f"--epochs counts from the very beginning, so give more than {at['epoch']}.{kept}"
+    )
+
+
 def _value(info: OptionInfo, value: Any, namespace: Mapping[str, Any]) -> Any:
     """What a word of the line stands for."""
+    if info.name == "checkpoint_dir":
+        return in_a_folder(value, "--checkpoint-dir")
     if info.kind == "file":
         return value if is_on_hub(value) else Path(value).expanduser()
     if info.kind == "objects":

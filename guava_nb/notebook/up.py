@@ -19,8 +19,12 @@ from guava_nb.config import DistributedConfig
 from guava_nb.config.state_folder import state_folder
 from guava_nb.config.units import show_bytes
 from guava_nb.doctor.memory import WORKER_BYTES, Memory, memory_here
-from guava_nb.errors import ConfigError
+from guava_nb.errors import AuthenticationError, ClusterError, ConfigError, LinkBroken, LinkTimeout
+from guava_nb.link.handshake import try_way
+from guava_nb.link.options import LinkOptions
 from guava_nb.notebook.host import Host, binder_rule, is_loopback
+from guava_nb.protocol.joincode import JoinCode
+from guava_nb.spec.loading import half_loaded_text, loading_without_collections
 
 __all__ = [
     "LocalWorkers",
@@ -28,10 +32,13 @@ __all__ = [
     "code_to_dial",
     "first_settings",
     "goes_on_notes",
+    "lost_run",
     "memory_caution",
+    "new_orchestrator",
     "orchestrator_settings",
     "session_file",
     "start_elsewhere",
+    "start_worker",
 ]
 
 #: What is told where the session of a kernel that was killed or started anew goes on.
@@ -43,8 +50,59 @@ _RUN_GOES_ON = (
     "Its last run can go on where it stood, as soon as one of its workers is back: the same line of %guava_train with --resume "
     "session."
 )
+_LOCAL_ENDED = (
+    "The workers that it had started on this machine ended with its kernel: %guava_up --local 1 starts one again."
+)
+#: Seconds in which a session that is there has answered.
+TRY_S = 4.0
 #: Seconds that workers started on this machine get to load torch and join.
 LOCAL_JOIN_S = 180.0
+
+
+def new_orchestrator(**settings: Any) -> Any:
+    """Make the orchestrator of this notebook.
+
+    Raises:
+        UsageError: torch is half loaded here.
+        ConfigError: a setting is wrong.
+    """
+    _load_torch()
+    from guava_nb.orchestrator import Orchestrator
+
+    config = DistributedConfig.load(**settings)
+    return Orchestrator(config if config.session_file else config.replace(session_file=str(session_file())))
+
+
+def start_worker(code: str, device: str, name: str | None) -> Any:
+    """Start the worker of this notebook, if its session answers: a process takes seconds to load torch and to find out.
+
+    Raises:
+        ClusterError: nobody listens there, or another session does.
+        GuavaError: as for `new_orchestrator`.
+    """
+    _check_whole()
+    try:
+        with contextlib.suppress(LinkTimeout):  # slow, or gone: the worker is more patient
+            try_way(JoinCode.decode(code), LinkOptions(connect_timeout_s=TRY_S), TRY_S)
+    except (LinkBroken, AuthenticationError) as error:
+        raise ClusterError(f"the worker did not join: {error}; %guava_doctor CODE says which step fails") from None
+    _load_torch()
+    from guava_nb.worker.network_worker import start_worker as start
+
+    return start(code, device=device, name=name, config=DistributedConfig.load())
+
+
+def _check_whole() -> None:
+    if problem := half_loaded_text():
+        raise UsageError(problem)
+
+
+def _load_torch() -> None:
+    """Load torch and what trains with it; an interrupt waits for the end of that, which takes some seconds."""
+    _check_whole()
+    with loading_without_collections():
+        import guava_nb.orchestrator
+        import guava_nb.worker.network_worker  # noqa: F401
 
 
 def orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -122,11 +180,31 @@ def code_to_dial(words: Sequence[str]) -> str:
     return text
 
 
-def goes_on_notes(orchestrator: Any) -> list[str]:
-    """Sentences on what goes on of the session of an ended kernel; none where this one is new."""
+def goes_on_notes(orchestrator: Any, started: int) -> list[str]:
+    """Sentences on what goes on of the session of an ended kernel; none where this one is new.
+
+    Args:
+        started: workers that are started here now.
+    """
     if not orchestrator.goes_on:
         return []
-    return [_GOES_ON, *([_RUN_GOES_ON] if orchestrator.run_path.exists() else [])]
+    notes = [_GOES_ON]
+    if orchestrator.local_before and not started:
+        notes.append(_LOCAL_ENDED)
+    if lost := lost_run(orchestrator):
+        notes.append(f"{lost[:1].upper()}{lost[1:]}.")
+    elif orchestrator.run_path.exists():
+        notes.append(_RUN_GOES_ON)
+    return notes
+
+
+def lost_run(orchestrator: Any) -> str:
+    """A sentence where only workers that ended with the last kernel had what its last run trained; "" elsewhere."""
+    if not orchestrator.local_before:
+        return ""
+    from guava_nb.orchestrator.run_record import LastRun
+
+    return LastRun.lost(orchestrator.run_path, orchestrator.local_before)
 
 
 def session_file() -> Path:

@@ -89,6 +89,7 @@ def record(job: TrainingJob, diary: Diary, cluster: Cluster, left: LeftState, pa
     workers = ", ".join(map(cluster.name, cluster.roster.ready()))
     diary.add(f"{job.run.run_id} begins: mode {job.run.mode}, {job.plan.num_epochs} epochs, workers: {workers}")
     job.on_end = end
+    past.follow(job.run)
 
 
 def budget_for(
@@ -156,7 +157,7 @@ def planned_run(
     reach = cuda_reach(cluster) if cluster is not None and is_real else lambda: False
     composed = builder.compose(options, model, loaders, workers, reach)
     plan = TrainingPlan.of(options, config, guessed_feeds(loaders, options.batch), *composed.validating)
-    limit = chosen_limit(config, options.budget_bytes, options.save_path)
+    limit = chosen_limit(config, options.budget_bytes, options.save_path, options.checkpoint_dir)
     replica_set, trained = replica_sets.guess(composed, plan, options)
     caches = WorkerCaches() if cluster is None else cluster.caches
     return PlannedRun(replica_set, plan, composed, workers, trained, limit.limit_bytes if limit else 0, caches)

@@ -32,6 +32,8 @@ class ModelRegistry:
         self._notice = notice
         self._ledger = SourceLedger()
         self._built: tuple[str, ModuleType] | None = None
+        # Digest of the ledger, cells that cannot run elsewhere and why, names that they define and why.
+        self._left_out: tuple[str, dict[str, str], dict[str, str]] = ("", {}, {})
         self._factory: Factory | None = None
         self._instance: torch.nn.Module | None = None
         self._reference: Reference | type | None = None  # what was registered, or the class of it
@@ -41,8 +43,22 @@ class ModelRegistry:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """The shared cells, in order of first appearance."""
-        return self._ledger.cells()
+        """The shared cells that can run elsewhere, in order of first appearance.
+
+        Raises:
+            SourceError: what uses those that cannot cannot be told.
+        """
+        found, digest = self._ledger.cells(), self._ledger.digest()
+        if self._left_out[0] != digest:
+            self._left_out = (digest, *self._ledger.left_out())
+            for cell, why in self._left_out[1].items():
+                self._notice(f"cell {cell!r} is not sent, and what uses it cannot train: {why}")
+        return tuple(cell for cell in found if cell.name not in self._left_out[1])
+
+    @property
+    def cell_names(self) -> tuple[str, ...]:
+        """Names of all shared cells."""
+        return tuple(cell.name for cell in self._ledger.cells())
 
     def share(self, text: str, name: str | None) -> str:
         """Add a cell, or replace the one of this name; returns its name.
@@ -50,7 +66,7 @@ class ModelRegistry:
         Raises:
             SourceError: it is no Python that another machine can run.
         """
-        chosen = name or f"cell-{len(self.cells) + 1}"
+        chosen = name or f"cell-{len(self._ledger.cells()) + 1}"
         self._ledger.add(chosen, text)
         return chosen
 
@@ -62,13 +78,12 @@ class ModelRegistry:
         """Return the module of the shared cells, built anew only when a cell changed: cells may take long or print.
 
         Raises:
-            SourceError: a cell uses a name that no cell defines, or fails.
+            SourceError: a cell fails.
         """
-        if not self.cells:
+        if not self.cells and not self._left_out[1]:
             return None
         if self._built is None or self._built[0] != self._ledger.digest():
-            self._ledger.check()
-            self._built = (self._ledger.digest(), build_module(self.cells))
+            self._built = (self._ledger.digest(), build_module(self.cells, left_out=self._left_out[2]))
         return self._built[1]
 
     # ---------------------------------------------------------------------------------------------------------- model

@@ -82,8 +82,8 @@ class Orchestrator(Generating, SessionHost):
         self.past_runs = PastRuns(lambda: self.run_path)
         self._models, self._tensor_plan = ModelRegistry(self._notices.add), dict[str, str]()
         self._replica_sets = ReplicaSets(
-            self._models, self._notices, self._open_cluster, lambda: self._patience_s, lambda: self.run_path
-        )
+            self._models, self._notices, self._open_cluster, lambda: self._patience_s, lambda: self.run_path, self.past_runs
+        )  # fmt: skip
         self._sync_advice = SyncAdvice(self._replica_sets, self._notices, self._planned)
         self._job: TrainingJob | None = None
         self._warming: threading.Thread | None = None
@@ -148,7 +148,7 @@ class Orchestrator(Generating, SessionHost):
 
     def status(self) -> Status:
         """Return a snapshot of the session for display."""
-        cells = tuple(cell.name for cell in self._models.cells)
+        cells = self._models.cell_names
         found = survey(self._cluster, self._where(), self.config, self.run, cells, self._notices.numbered(10))
         note = self._replica_sets.left.note(self._cluster) if self.run is not None and self.run.done else ""
         return dataclasses.replace(found, state_note=note, diary=str(self.diary.path or ""))
@@ -192,7 +192,7 @@ class Orchestrator(Generating, SessionHost):
         """Train the registered model; blocks until the end unless `detach`.
 
         A second call goes on from where the weights are as long as the model has the same parameters; with the same
-        optimizer, from its state too. `fresh` starts anew; without it no trained weights are thrown away.
+        optimizer, from its state too. Else it is refused until a file has what was trained, or `fresh` gives that up.
 
         Args:
             train_loader: the user's DataLoader (its batch is the global batch), or an iterable of batches; or a `WorkerData`
@@ -209,7 +209,7 @@ class Orchestrator(Generating, SessionHost):
         cluster, loaders = self._idle_cluster(), (train_loader, val_loader)
         model = self._models.needed(self._replica_sets.loaded)
         chosen, choice = self._sync_advice.resolve(chosen, model, loaders, cluster, self.config)
-        limit = chosen_limit(self.config, chosen.budget_bytes, chosen.save_path)
+        limit = chosen_limit(self.config, chosen.budget_bytes, chosen.save_path, chosen.checkpoint_dir)
         with interrupts_remembered() as interrupts:
             seats = cluster.roster.ready()
             composed = self._builder().compose(chosen, model, loaders, len(seats), cuda_reach(cluster))
@@ -455,7 +455,7 @@ class Orchestrator(Generating, SessionHost):
         return target
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Read a checkpoint and go on from it at the next start_training; returns step and epoch.
+        """Read a checkpoint and go on from it at the next start_training; returns step and epoch, and what is `unsaved` by then.
 
         Whether it fits is seen there. Where no model was registered, the one that the checkpoint names is taken, if a shared
         cell defines it.
@@ -464,4 +464,4 @@ class Orchestrator(Generating, SessionHost):
             CheckpointError: it cannot be read.
         """
         content = self._replica_sets.load(Path(path))
-        return {"step": int(content["step"]) + 1, "epoch": content["position"]["epoch"]}
+        return {"step": int(content["step"]) + 1, "epoch": content["position"]["epoch"], **self._replica_sets.unsaved}

@@ -18,8 +18,9 @@ from guava_nb.forecast.planned_run import Composed
 from guava_nb.orchestrator.beginning_notes import notes_on
 from guava_nb.orchestrator.left_state import LeftState
 from guava_nb.orchestrator.model_registry import ModelRegistry
+from guava_nb.orchestrator.past_runs import PastRuns
 from guava_nb.orchestrator.run_builder import RunBuilder
-from guava_nb.orchestrator.run_record import LastRun, RunRecord
+from guava_nb.orchestrator.run_record import LastRun, note_place
 from guava_nb.parallel.replicas.buffer_policy import unused_in
 from guava_nb.protocol.messages import EndRun, RunSpec
 from guava_nb.replica.model.pretrained import load_pretrained, pinned
@@ -36,13 +37,14 @@ from guava_nb.training.initial_state import (
     GOES_ON,
     begun_anew,
     build_ensemble,
+    check_saved,
     from_checkpoint,
     from_last_run,
     goes_on,
     unlike,
 )
 from guava_nb.training.job import TrainingJob
-from guava_nb.training.plan import NotePlace, Position, TrainingPlan
+from guava_nb.training.plan import Position, TrainingPlan
 from guava_nb.training.saving.frozen_base import digests_of
 from guava_nb.training.saving.weights_file import fitting_weights
 from guava_nb.training.schedule_check import check_schedule
@@ -59,6 +61,7 @@ class ReplicaSets:
         cluster: gives the open cluster.
         patience_s: gives how long a worker that holds the state is waited for.
         run_path: gives where the last run's place in the data is noted, None where it is not.
+        past: names the runs.
 
     Attributes:
         trained: those of the newest run, None before the first.
@@ -72,8 +75,10 @@ class ReplicaSets:
         cluster: Callable[[], Cluster],
         patience_s: Callable[[], float],
         run_path: Callable[[], Path | None] = lambda: None,
+        past: PastRuns | None = None,
     ) -> None:
         """Nothing was trained or loaded yet."""
+        self._past = past or PastRuns(lambda: None)
         self._run_path = run_path
         self._registry, self._notices = registry, notices
         self._cluster, self._patience_s = cluster, patience_s
@@ -81,7 +86,6 @@ class ReplicaSets:
         self.left = LeftState(lambda: self.held_by_workers)
         self._replaced: ReplicaSet | None = None  # by a registered instance, while only workers hold what was trained
         self.loaded: checkpoint.Loaded | None = None
-        self._runs = 0
         # Replicas that are asked and not trained, and what they were made of.
         self._asked: tuple[ReplicaSet, object] | None = None
         self._asked_numbers = itertools.count(1)
@@ -100,6 +104,12 @@ class ReplicaSets:
         """The replicas whose state is not to be lost when a worker leaves; None: there are none."""
         held = self.trained or self._replaced
         return held if held is None or held.predecessor is None else held.predecessor
+
+    @property
+    def unsaved(self) -> dict[str, str]:
+        """What was trained and no file has, as in "run-2 trained in 40 steps"; nothing where there is nothing."""
+        last = self.trained or self._replaced
+        return {} if last is None or last.is_saved else {"unsaved": f"{last.run_id} trained in {last.step + 1} steps"}
 
     def load(self, path: Path) -> dict[str, Any]:
         """Read the checkpoint that the next run goes on from; returns what is in it.
@@ -163,12 +173,13 @@ class ReplicaSets:
             CheckpointError: nothing was trained yet, or the file cannot be written.
             WorkerLost: the workers that hold the state are gone.
         """
-        trained = self.trained
+        trained = self.trained or self._replaced
         if trained is None or job is None:
             raise CheckpointError("there is nothing to save: no run was started in this session")
         if job.run.done:
             state = self.fetch(trained)
             checkpoint.write(path, state, trained.step, job.where(trained.step), trained.spec, job.files.extras)
+            trained.saved_step = trained.step
             return
 
         try:
@@ -200,19 +211,8 @@ class ReplicaSets:
         self._registry.keep(composed.spec.model)
         self.loaded = None  # not before: after a refusal load_checkpoint still holds
         replica_set.look_at(plan.feed)
-        plan.note_place = self._note_place(replica_set, plan)
+        plan.note_place = note_place(self._run_path(), replica_set, plan, self._cluster())
         return replica_set
-
-    def _note_place(self, replica_set: ReplicaSet, plan: TrainingPlan) -> NotePlace | None:
-        """What keeps the run's place for a process that follows this one; None where workers do not keep the rest."""
-        path, spec = self._run_path(), replica_set.spec
-        if path is None:
-            return None
-        if spec.parallel is None and spec.optimizer_site == "workers" and not is_own(spec):
-            note = lambda text: self._notices.add(text, "run")  # noqa: E731
-            return RunRecord(path, replica_set.run_id, spec, lambda: plan.log_mark, note).issued
-        RunRecord.forget(path)
-        return None
 
     def _start(self, options: TrainingOptions, composed: Composed) -> checkpoint.Loaded | None:
         if options.resume is None:
@@ -245,7 +245,7 @@ class ReplicaSets:
         made = self._build(composed)
         made.run_id = last.run_id
         state = fetch_of_ended_process(made, last.last_step, self._cluster(), self._patience_s())
-        self._runs = max(self._runs, int(last.run_id.rpartition("-")[2]))
+        self._past.launched(last.run_id)
         place = last.position(made.step)
         self._notices.add(f"{last.run_id} goes on after step {made.step + 1}, which a worker kept")
         content = {
@@ -253,10 +253,6 @@ class ReplicaSets:
             "spec": last.spec, **({"log": last.log} if last.log else {}),
         }  # fmt: skip
         return checkpoint.Loaded(Path(f"what the workers hold of {last.run_id}"), content)
-
-    @property
-    def _run_id(self) -> str:
-        return f"run-{self._runs + 1}"  # counted when it is launched: a refused one is none
 
     def _new(self, composed: Composed, options: TrainingOptions, resumes: bool) -> ReplicaSet:
         spec, last = composed.spec, self.trained
@@ -272,22 +268,19 @@ class ReplicaSets:
                     "the model lives in the worker's own process, and is trained as it is there: call model.compile(), or "
                     "model.to(memory_format=torch.channels_last), there, and leave compile and channels_last out"
                 )
-            own = adopt(self._run_id, spec, self._registry.cells, composed.shared, self._cluster())
+            own = adopt(self._past.next_id, spec, self._registry.cells, composed.shared, self._cluster())
             self.fetch(own)
             own.begin_with_what_is_here()
             return own
-        replaced = self._replaced
-        if not fresh and replaced is not None and replaced.master_step != replaced.step:
-            raise ConfigError(
-                f"a run from the registered model would throw away what the last one trained in {replaced.step + 1} steps, which "
-                "is at the workers only: fetch it before with run.model(), or say fresh=True (--fresh)"
-            )
+        if not fresh and self._replaced is not None:
+            check_saved(self._replaced, "another model was registered")
         going_on = None if fresh else self._going_on(composed)
         if going_on is not None:
             return going_on
         replica_set = self._build(composed, options.weights)
         if not fresh and last is not None:
             self._notices.add(from_last_run(replica_set, last, self.fetch), "run")
+            replica_set.saved_step = None if replica_set.goes_on and not last.is_saved else -1
             if anew := begun_anew(replica_set, last, options.check == "strict"):
                 self._notices.add(anew, "run")
         return replica_set
@@ -305,7 +298,7 @@ class ReplicaSets:
         if any(cluster.roster.members[rank].hello.own for rank in cluster.roster.ready()):
             return None  # a user's program may have changed its own model since
         is_here = last.master_step == last.step
-        made = last.successor(self._run_id, _like(last) if is_here else last.master)
+        made = last.successor(self._past.next_id, _like(last) if is_here else last.master)
         made.code, made.registered, made.checks = composed.code, self._registry.instance_for(spec), last.checks
         made.goes_on = True
         self._notices.add(GOES_ON.format("", ""), "run")
@@ -315,7 +308,7 @@ class ReplicaSets:
         if is_on_hub(weights):
             composed.spec = replace(composed.spec, pretrained=pinned(str(weights)))
         spec, instance = composed.spec, None if composed.spec.pretrained else self._registry.instance_for(composed.spec)
-        made = build_ensemble(self._run_id, spec, self._registry.cells, composed.shared, instance)
+        made = build_ensemble(self._past.next_id, spec, self._registry.cells, composed.shared, instance)
         made.code, made.registered = composed.code, self._registry.instance_for(spec)
         made.checks = made.checks if self.trained is None else self.trained.checks
         if weights is not None:
@@ -326,7 +319,7 @@ class ReplicaSets:
         """A run of these replicas was launched."""
         self.left.wait_no_more()
         self.trained, self._replaced, self._asked = replica_set, None, None
-        self._runs += 1
+        self._past.launched(replica_set.run_id)  # a refused one is none
 
     def guess(self, composed: Composed, plan: TrainingPlan, options: TrainingOptions) -> tuple[ReplicaSet, bool]:
         """Return the replicas as a run would begin, as to sizes; and whether there would be an optimizer's state.

@@ -9,8 +9,9 @@ a kill of the process, not a loss of power.
 from __future__ import annotations
 
 import contextlib
+import glob
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -18,12 +19,15 @@ from typing import IO, Any
 import msgspec
 import torch
 
+from guava_nb.cluster.cluster import Cluster
 from guava_nb.errors import CheckpointError
 from guava_nb.protocol.messages import RunSpec
-from guava_nb.training.plan import Position
+from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.sync.resident_replica_set import is_own
+from guava_nb.training.plan import NotePlace, Position, TrainingPlan
 from guava_nb.training.saving.durable_file import NotWritten, write_durably
 
-__all__ = ["LastRun", "RunRecord"]
+__all__ = ["LastRun", "RunRecord", "note_place"]
 
 FORMAT = "guava_nb run 1"
 _ABOUT_BYTES = 64 << 10
@@ -37,6 +41,7 @@ class RunRecord:
         run_id, spec: of the run.
         log: gives the name and counts of its log, see `TrainingPlan.log_mark`.
         tell: takes a sentence when it cannot be written, as on a full disk; the run goes on without it.
+        facts: gives `workers`, by name, and `files`: how the paths of its checkpoints begin.
     """
 
     def __init__(
@@ -46,9 +51,11 @@ class RunRecord:
         spec: RunSpec,
         log: Callable[[], tuple[str, int, int] | None] = lambda: None,
         tell: Callable[[str], object] = lambda text: None,
+        facts: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """Write nothing yet."""
         self._path, self._run_id, self._spec, self._log, self._tell = path, run_id, spec, log, tell
+        self._facts = facts
         self._has_failed = False
         self._steps: IO[str] | None = None
         self._next, self._epoch, self._batches, self._samples = -1, -1, 0, 0
@@ -100,6 +107,7 @@ class RunRecord:
             "place": (place.epoch, place.batches, place.samples),
             "feed": feed,
             "log": self._log(),
+            **self._facts(),
             "steps": (name := secrets.token_hex(8)),
         }
         write_durably(self._path, lambda sink: torch.save(content, sink), _ABOUT_BYTES)  # type: ignore[arg-type]
@@ -129,6 +137,8 @@ class LastRun:
         places: epoch, batches and samples after each step that a worker may hold.
         feed: what the loader needs to go on from the first of them.
         log: name and counts of its log; None where there was none.
+        workers: that had its state, by name; none where that was not noted.
+        files: how the paths of its checkpoints begin.
     """
 
     run_id: str
@@ -136,6 +146,8 @@ class LastRun:
     places: dict[int, tuple[int, int, int]]
     feed: dict[str, Any]
     log: tuple[str, int, int] | None = None
+    workers: tuple[str, ...] = ()
+    files: str = ""
 
     @classmethod
     def read(cls, path: Path) -> LastRun | None:
@@ -156,9 +168,39 @@ class LastRun:
                         places[step] = (place[0], place[1], place[2])
             log = content.get("log")
             mark = None if log is None else (str(log[0]), int(log[1]), int(log[2]))
-            return cls(str(content["run_id"]), dict(content["spec"]), places, dict(content["feed"]), mark)  # type: ignore[arg-type]
+            run_id, spec, feed = str(content["run_id"]), dict(content["spec"]), dict(content["feed"])
+            workers, files = tuple(map(str, content.get("workers", ()))), str(content.get("files", ""))
+            return cls(run_id, spec, places, feed, mark, workers, files)  # type: ignore[arg-type]
         except Exception:  # a damaged file may raise any error
             return None
+
+    @classmethod
+    def lost(cls, path: Path | None, ended: Sequence[str]) -> str:
+        """Return a sentence where the last run's state is gone with the only workers that had it; "" where it may be had.
+
+        Args:
+            path: where the run was noted; None where it was not.
+            ended: names of the workers that ended with their process.
+        """
+        last = None if path is None else cls.read(path)
+        if last is None or not last.workers or not set(last.workers) <= set(ended):
+            return ""
+        saved = last.newest_file()
+        way = (
+            f"go on from its newest checkpoint with --resume {saved}"
+            if saved
+            else "train anew, and give --save-every 10min: checkpoints outlive a kernel"
+        )
+        return (
+            f"{last.run_id} was trained by workers of that kernel alone ({', '.join(last.workers)}), which ended with it, and "
+            f"its weights with them: {way}"
+        )
+
+    def newest_file(self) -> Path | None:
+        """Return the checkpoint of the run that was written last; None where there is none any more."""
+        start = Path(self.files)
+        found = list(start.parent.glob(f"{glob.escape(start.name)}-*step-*.pt")) if self.files else []
+        return max(found, key=lambda one: one.stat().st_mtime, default=None)
 
     @property
     def last_step(self) -> int:
@@ -181,6 +223,26 @@ class LastRun:
         return Position(
             epoch, batches, samples, {**self.feed, "batches": batches, "now": self.feed["now"] if is_exact else None}
         )
+
+
+def note_place(path: Path | None, replica_set: ReplicaSet, plan: TrainingPlan, cluster: Cluster) -> NotePlace | None:
+    """Return what keeps a run's place for a process that follows this one; None where workers do not keep the rest.
+
+    Args:
+        path: where it is kept; None where nothing outlives this process.
+    """
+    if path is None:
+        return None
+    spec = replica_set.spec
+    if spec.parallel is not None or spec.optimizer_site != "workers" or is_own(spec):
+        RunRecord.forget(path)
+        return None
+
+    def facts() -> dict[str, Any]:
+        names = [cluster.name(rank) for rank in cluster.roster.ready()]
+        return {"workers": names, "files": str(Path(plan.save_folder, plan.save_name).absolute())}
+
+    return RunRecord(path, replica_set.run_id, spec, lambda: plan.log_mark, cluster.notice, facts).issued
 
 
 def _steps_of(path: Path) -> Path:

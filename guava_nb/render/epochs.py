@@ -44,8 +44,12 @@ def epoch_table(epochs: Sequence[EpochFigures]) -> Table:
     return _without_empty(head, rows)
 
 
-def runs_view(runs: Sequence[RunStatus]) -> View:
-    """One row per run: how it ended, what came of it, and the settings in which runs differ."""
+def runs_view(runs: Sequence[RunStatus], note: str = "") -> View:
+    """One row per run: how it ended, what came of it, and the settings in which runs differ.
+
+    Args:
+        note: on runs that are not shown.
+    """
     names = _differing(runs)
     scores = dict.fromkeys(name for run in runs for name, points in run.scores if points)
     head = ("run", "state", "began", "epochs", "steps", "loss", "val loss", *scores, "time", "energy", *names)
@@ -65,7 +69,8 @@ def runs_view(runs: Sequence[RunStatus]) -> View:
         )
         for run in runs
     ]
-    return View("runs", f"{len(runs)} of this notebook", None, (_without_empty(head, rows),))
+    notes = (note,) if note else ()
+    return View("runs", f"{len(runs)} of this notebook", None, (_without_empty(head, rows),), notes)
 
 
 def _last(run: RunStatus, name: str) -> float | None:

@@ -127,7 +127,8 @@ def program_view(state: str, name: str, elapsed_s: float, workers: Sequence[Work
         name: of the program.
     """
     there = _taking_part(workers, ran=False)
-    return View(state, f"{name}, {show_seconds(round(elapsed_s))}", None, (glance(there),), worker_notes(there, ()))
+    took = "less than 1 s" if elapsed_s < 1 else show_seconds(int(elapsed_s))
+    return View(state, f"{name}, {took}", None, (glance(there),), worker_notes(there, ()))
 
 
 def _from_to(run: RunStatus) -> str:

@@ -20,7 +20,15 @@ from pyflakes.checker import Checker
 from guava_nb.errors import SourceError
 from guava_nb.protocol.messages import Cell
 
-__all__ = ["cells_behind", "check_syntax", "file_name", "needed_modules", "source_lines", "undefined_names"]
+__all__ = [
+    "cells_behind",
+    "cells_left_out",
+    "check_syntax",
+    "file_name",
+    "needed_modules",
+    "source_lines",
+    "undefined_names",
+]
 
 _ASSIGNED_MAGIC = re.compile(r"^[\w.,\s]+=\s*[%!]")
 _INSTALL = re.compile(r"\b(pip|conda|mamba|uv)\b.*\binstall\b")
@@ -72,6 +80,37 @@ def _install_hint(line: str) -> str:
 
 def undefined_names(cells: Sequence[Cell]) -> Iterator[str]:
     """One sentence per use of a name that no cell has defined by then."""
+    return (sentence for _, _, sentence in _undefined(cells))
+
+
+def cells_left_out(cells: Sequence[Cell]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the cells that use what no cell defines, or what only such cells define, by name, why; and what they define.
+
+    Raises:
+        SourceError: another cell defines the same name as one of them, so which is meant cannot be told.
+    """
+    kept, found = list(cells), dict[str, str]()
+    bound = {cell.name: _bound_names(cell.text) for cell in cells}
+    while undefined := list(_undefined(kept)):
+        for cell, name, sentence in undefined:
+            behind = next((one for one in found if name in bound[one]), "")
+            told = f"cell {cell!r} uses {name!r} of cell {behind!r}, and {found[behind]}" if behind else sentence
+            found.setdefault(cell, told)
+        kept = [cell for cell in kept if cell.name not in found]
+    own = {cell.name: bound[cell.name] - _imported(cell.text) for cell in cells if cell.name in found}
+    for cell, told in found.items():
+        if any(own[cell] & bound[other.name] for other in kept):
+            raise SourceError(told)
+    return found, {name: found[cell] for cell, names in own.items() for name in names}
+
+
+def _imported(text: str) -> set[str]:
+    statements = [one for one in ast.parse(text).body if isinstance(one, (ast.Import, ast.ImportFrom))]
+    return {(alias.asname or alias.name).partition(".")[0] for one in statements for alias in one.names}
+
+
+def _undefined(cells: Sequence[Cell]) -> Iterator[tuple[str, str, str]]:
+    """Cell, name and sentence of each such use."""
     ends = list(accumulate(len(source_lines(cell.text)) for cell in cells))
     body = [statement for cell in _offset_trees(cells) for statement in cell.body]
     # pyflakes takes the built-in names of this process, which may be a kernel; a del in line 0 takes them out again.
@@ -86,7 +125,7 @@ def undefined_names(cells: Sequence[Cell]) -> Iterator[str]:
             continue
         index = next(index for index, end in enumerate(ends) if message.lineno <= end)
         line = message.lineno - (ends[index - 1] if index else 0)
-        yield _undefined_sentence(name, cells, index, line)
+        yield cells[index].name, name, _undefined_sentence(name, cells, index, line)
 
 
 def _undefined_sentence(name: str, cells: Sequence[Cell], index: int, line: int) -> str:

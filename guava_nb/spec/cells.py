@@ -15,14 +15,24 @@ import inspect
 import linecache
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from guava_nb.errors import SourceError
 from guava_nb.protocol.messages import Cell
-from guava_nb.spec.cell_checks import check_syntax, file_name, needed_modules, source_lines, undefined_names
+from guava_nb.spec.cell_checks import (
+    cells_left_out,
+    check_syntax,
+    file_name,
+    needed_modules,
+    source_lines,
+    undefined_names,
+)
 
 __all__ = ["CellError", "SourceLedger", "build_module", "cause_is_missing", "digest", "resolve"]
+
+#: Where a module keeps what was left out of it.
+_LEFT_OUT = "__guava_left_out__"
 
 
 class CellError(SourceError):
@@ -97,15 +107,13 @@ class SourceLedger:
         """One sentence for each name that is used but that no shared cell defines in time; empty when all is well."""
         return tuple(dict.fromkeys(undefined_names(self.cells())))
 
-    def check(self) -> None:
-        """Refuse cells that cannot run elsewhere.
+    def left_out(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the cells that cannot run elsewhere, by name, and why; and likewise the names that they define.
 
         Raises:
-            SourceError: names are undefined; one sentence each.
+            SourceError: what uses them cannot be told.
         """
-        sentences = self.undefined_names()
-        if sentences:
-            raise SourceError("; ".join(sentences))
+        return cells_left_out(self.cells())
 
 
 def digest(cells: Iterable[Cell]) -> str:
@@ -121,7 +129,9 @@ def digest(cells: Iterable[Cell]) -> str:
 # ---------------------------------------------------------------------------------------------------------- the module
 
 
-def build_module(cells: Sequence[Cell], module_name: str = "guava_shared") -> types.ModuleType:
+def build_module(
+    cells: Sequence[Cell], module_name: str = "guava_shared", left_out: Mapping[str, str] | None = None
+) -> types.ModuleType:
     """Run the cells, in order, in one fresh module.
 
     Nothing of an earlier module of this name is kept, so names that a changed cell no longer defines are gone.
@@ -131,6 +141,7 @@ def build_module(cells: Sequence[Cell], module_name: str = "guava_shared") -> ty
     Args:
         cells: the whole ledger.
         module_name: under which the module is put into `sys.modules`.
+        left_out: names that cells define that are not among these, and why they are not: `resolve` tells it.
 
     Raises:
         CellError: a cell raised; the exception is its `__cause__`, and `sys.modules` is as it was.
@@ -138,6 +149,8 @@ def build_module(cells: Sequence[Cell], module_name: str = "guava_shared") -> ty
     """
     module = types.ModuleType(module_name)
     module.__file__ = f"<{module_name}>"
+    if left_out:
+        module.__dict__[_LEFT_OUT] = dict(left_out)
     if not hasattr(builtins, "display"):
         module.__dict__["display"] = _write_representation
     # Functions look their text up by their cell's name, classes by their module's file: both are filled.
@@ -183,6 +196,8 @@ def resolve(name: str, module: types.ModuleType | None) -> Any:
         path = name
     found: Any = module
     for part in path.split("."):
+        if found is module and (why := getattr(module, _LEFT_OUT, {}).get(part)):
+            raise SourceError(f"{name!r} cannot be used: {why}")
         if found is None or not hasattr(found, part) or part.startswith("__"):
             raise SourceError(_not_found(name, part, found, package if colon else ""))
         found = getattr(found, part)

@@ -184,17 +184,18 @@ class TrainingOptions:
         budget_bytes: most bytes to send and receive here, before encryption, such as 900MB: the run stops before, between two
             steps, with a checkpoint to go on from. By default the configuration's; 0 sets no limit. What workers exchange
             directly does not count.
-        save_path: where that checkpoint goes; by default a name is made in `checkpoint_dir` of the configuration.
-        save_every: steps (500) or time (10min) between checkpoints, which are written to `checkpoint_dir` of the configuration
-            while training goes on, under names with run, time and step; by default the configuration's save_interval, 0:
-            none.
+        save_path: where that checkpoint goes; by default a name is made in `checkpoint_dir`.
+        save_every: steps (500) or time (10min) between checkpoints, which are written to `checkpoint_dir` while training goes
+            on, under names with run, time and step; by default the configuration's save_interval, 0: none.
+        checkpoint_dir: folder of what a run writes by itself: checkpoints and logs; by default the configuration's,
+            ./checkpoints.
         save_best: figure of the validation, such as accuracy or loss, after whose best value so far a checkpoint is written to
             the same folder; of a metric of your own with its better direction, as in f1:max or error:min.
         patience: end the run after so many validations in a row that were no better, by the figure of save_best or by the loss;
             by default it goes on.
         keep: how many of the checkpoints of save_every stay, the newest ones; by default all.
         log: where steps, validations and epochs are logged while the run goes on, one or several of them, as in csv,tensorboard:
-            loss, metrics, learning rate, samples a second, joules. Files go to `checkpoint_dir` of the configuration, under
+            loss, metrics, learning rate, samples a second, joules. Files go to `checkpoint_dir`, under
             names with run and time; wandb and mlflow take the run that the notebook has begun, or begin one. By default none.
         check: before the first step that several workers share, one of them computes a batch whole and in pieces. "warn"
             tells where they differ (a loss that couples samples, batch statistics), "strict" refuses, "off" does not look.
@@ -205,7 +206,8 @@ class TrainingOptions:
             build, register or give (weights) the same frozen part.
         resume: go on from a checkpoint, at its place in its epoch; "session": from what workers hold of the run that ended with
             the last process of this session (a kernel that was started anew).
-        fresh: start from new weights; else a run with the last run's model and cells goes on from its weights.
+        fresh: start from new weights. A run goes on from what the last one trained, or is refused until a file has it: only
+            fresh, resume and weights say that it may be thrown away.
         progress: show a bar while blocking.
     """
 
@@ -266,6 +268,7 @@ class TrainingOptions:
     budget_bytes: int | str | None = option(None, "size", flag="budget", setting="budget_bytes")
     save_path: str | Path | None = option(None, "file", flag="save", needs="budget")
     save_every: int | str | None = option(None, "period", flag="save-every", setting="save_interval")
+    checkpoint_dir: str | Path | None = option(None, "file", flag="checkpoint-dir", setting="checkpoint_dir")
     save_best: str | None = option(None, "text", flag="save-best", needs="val")
     patience: int | None = option(None, "count", flag="patience", needs="val")
     keep: int | None = option(None, "count", flag="keep")

@@ -71,6 +71,7 @@ class ReplicaSet(StateAtWorkers):
         predecessor: the replicas of the run that this one goes on from, until they are taken over.
         gone_on_in: the run that took these over.
         on_disk: states that workers may read from their disks where no worker holds the run's.
+        saved_step: the step after which its state was saved to a file; None: what it begins with was trained and not saved.
     """
 
     writer: RowWriter
@@ -95,6 +96,7 @@ class ReplicaSet(StateAtWorkers):
         self.from_seed = self.goes_on = False
         self.predecessor: ReplicaSet | None = None
         self.gone_on_in = ""
+        self.saved_step: int | None = -1  # before the first one nothing was trained
         self._digest: str | None = None  # of the weights of step 0
         self.registered: nn.Module | None = None
         self._told = set[str]()
@@ -107,6 +109,11 @@ class ReplicaSet(StateAtWorkers):
         self.on_disk = StatesOnDisk()
         # Asked to build the run while others train on: what they hold is of an earlier step.
         self._ahead: set[int] = set()
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a file has all that was trained."""
+        return self.saved_step == self.step
 
     # ---------------------------------------------------------------------------------------------------- messages
 
@@ -438,6 +445,7 @@ class ReplicaSet(StateAtWorkers):
         """
         made = self._new(run_id, master)
         made.after, made.predecessor, made.master_step = (self.run_id, self.step), self, NOT_HERE
+        made.saved_step = -1 if self.is_saved else None
         made.schedule, made.ticks, made._device_kind = self.schedule, self.ticks, dict(self._device_kind)
         name = f"the state after {self.nth(self.step)} of {self.run_id}"
         if master is self.master:

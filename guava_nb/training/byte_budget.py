@@ -46,9 +46,15 @@ class Limit:
 
 
 def chosen_limit(
-    config: DistributedConfig, budget_bytes: int | str | None, save_path: str | Path | None
+    config: DistributedConfig,
+    budget_bytes: int | str | None,
+    save_path: str | Path | None,
+    folder: str | Path | None = None,
 ) -> Limit | None:
     """Return the budget of a run; None: it has none.
+
+    Args:
+        folder: of checkpoints without a path; None takes the configuration's.
 
     Raises:
         ConfigError: it is no number of bytes, or the checkpoint cannot be written where it should go.
@@ -67,7 +73,7 @@ def chosen_limit(
             )
         return None
     path = None if save_path is None else Path(save_path).expanduser()
-    _check_writable(path or Path(config.checkpoint_dir) / "checkpoint.pt")
+    _check_writable(path or Path(folder or config.checkpoint_dir) / "checkpoint.pt")
     return Limit(limit, path)
 
 

@@ -145,7 +145,7 @@ def _nearby(path: Path) -> str:
     made = (folder / "checkpoints", Path("checkpoints"))  # where checkpoints without a given name go
     found = [(place, _held(place)) for place in dict.fromkeys((folder, *made)) if place.is_dir()]
     told = [f"in {place} there are: {', '.join(names[:8])}" for place, names in found if names]
-    return "; ".join(told) or f"{folder} holds no checkpoint"
+    return "; ".join(told) or f"{folder.absolute()} holds no checkpoint"
 
 
 def _held(folder: Path) -> list[str]:

@@ -28,7 +28,7 @@ from guava_nb.training import checkpoint
 from guava_nb.training.plan import Logged, Position, TrainingPlan
 from guava_nb.training.saving.optimizer_state import unfit
 
-__all__ = ["GOES_ON", "build_ensemble", "from_checkpoint", "from_last_run", "goes_on", "unlike"]
+__all__ = ["GOES_ON", "build_ensemble", "check_saved", "from_checkpoint", "from_last_run", "goes_on", "unlike"]
 
 #: What a run begins with; what of the optimizer and what changed.
 GOES_ON = "goes on from the weights of the last run{}{}; --fresh (fresh=True) starts anew"
@@ -99,14 +99,7 @@ def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, fetch: Callable[[Re
     """
     changed, problem = _difference(replica_set, last), unlike(replica_set, last)
     if problem:
-        is_lost = last.master_step != last.step or _name(replica_set) == _name(last)
-        if last.step >= 0 and is_lost:
-            raise ConfigError(
-                f"a run with this model would throw away what the last one trained in {last.step + 1} steps: "
-                f"{changed or 'the model changed'} since, and its parameters are others now ({problem}). To begin with new "
-                "weights: fresh=True (--fresh). To keep what was trained, save it before, with save_checkpoint(path) "
-                "(%guava_save path), or go on with the model as it was"
-            )
+        check_saved(last, f"{changed or 'the model changed'} since, and its parameters are others now ({problem})")
         return f"begins with new weights: {changed} since the last run"
     state = fetch(last)
     same = _has_same_optimizer(replica_set, last)
@@ -122,6 +115,24 @@ def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, fetch: Callable[[Re
     optimizer = "" if same else " with a new optimizer"
     since = f" ({changed} since, and its parameters are the same)" if changed else ""
     return GOES_ON.format(optimizer, since)
+
+
+def check_saved(last: ReplicaSet, why: str) -> None:
+    """Refuse a run that begins elsewhere while what the last one trained is in no file.
+
+    Args:
+        why: it begins elsewhere.
+
+    Raises:
+        ConfigError: it would be thrown away.
+    """
+    if last.is_saved:
+        return
+    trained = f"what the last one trained in {last.step + 1} steps" if last.step >= 0 else "the trained weights"
+    raise ConfigError(
+        f"this run would throw away {trained}: {why}, and no file has it. To keep it, save it before with save_checkpoint(path) "
+        "(%guava_save PATH), or go on with the model as it was. To give it up and begin with new weights: fresh=True (--fresh)"
+    )
 
 
 def begun_anew(replica_set: ReplicaSet, last: ReplicaSet, strict: bool) -> str:
@@ -171,10 +182,6 @@ def unlike(replica_set: ReplicaSet, last: ReplicaSet) -> str:
     return checkpoint.differences(before, now, "in the last run's model")
 
 
-def _name(replica_set: ReplicaSet) -> str:
-    return "" if replica_set.spec.model is None else replica_set.spec.model.name
-
-
 def _difference(replica_set: ReplicaSet, last: ReplicaSet) -> str:
     """What the user changed of the model, "" where it is what it was: only what it depends on counts."""
     model = replica_set.spec.model
@@ -221,7 +228,7 @@ def from_checkpoint(
     saved = content.get("optimizer")
     if saved is not None and (lacking := unfit(replica_set.master.optimizer, saved)):
         raise CheckpointError(f"{path} is a damaged checkpoint: of the optimizer's state {lacking}")
-    replica_set.step = replica_set.master_step = int(content["step"])
+    replica_set.step = replica_set.master_step = replica_set.saved_step = int(content["step"])
     plan.start = Position(**content["position"])
     if "log" in content:
         name, steps, epochs = content["log"]

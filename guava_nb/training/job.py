@@ -30,7 +30,6 @@ from guava_nb.sync.replica_set import GroupLost, ReplicaSet
 from guava_nb.sync.send_credit import SendCredit
 from guava_nb.sync.state_at_workers import StateLate
 from guava_nb.telemetry.run_energy import RunEnergy
-from guava_nb.training import checkpoint
 from guava_nb.training.boundary import Boundary
 from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.byte_budget import Budget, BudgetSpent
@@ -196,8 +195,7 @@ class TrainingJob(Job):
         Raises:
             CheckpointError: the file cannot be written.
         """
-        held, step = self.replica_set, self.accounting.steps - 1
-        checkpoint.write(path, held.master.state(), step, self.where(), held.spec, self.files.extras)
+        self.files.save(path)
 
     # --------------------------------------------------------------------------------------------------- the whole run
 

@@ -273,7 +273,7 @@ class TrainingPlan:
                 "save_every_steps": steps,
                 "save_every_s": seconds,
                 "save_best": None if options.save_best is None else Best.of(options.save_best, *measured),
-                "save_folder": Path(config.checkpoint_dir),
+                "save_folder": Path(options.checkpoint_dir or config.checkpoint_dir),
             }
         )
 

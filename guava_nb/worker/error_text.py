@@ -65,10 +65,50 @@ _FLOAT64 = re.compile(r"\b(double|float64)\b", re.IGNORECASE)
 _WHOLE = re.compile(r"\b(unsigned char|byte|char|short|int|long|u?int(8|16|32|64))\b", re.IGNORECASE)
 
 
+#: How torch begins to say that data and model do not fit, and what to do.
+_UNFIT = (
+    (
+        re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)"),
+        "A layer that takes {1} values for each row got {0}: give the model the size of the data (--model-args), or reshape "
+        "the data",
+    ),
+    (
+        re.compile(r"expected input\[[\d, ]+\] to have (\d+) channels, but got (\d+) channels"),
+        "A layer that takes {0} channels got {1}: give the model the channels of the data, or change their order "
+        "(torch wants [rows, channels, height, width])",
+    ),
+    (
+        re.compile(r"Target (-?\d+) is out of bounds"),
+        "A label is {0}, and labels of classes go from 0 to the number of the model's outputs - 1: give the model more outputs, "
+        "or the data other labels",
+    ),
+    (
+        re.compile(r"expected target dtype to be Long|expected scalar type Long but found"),
+        "Labels of classes are whole numbers (labels.long() in the data set); for a number as the target take a loss such as "
+        "MSELoss",
+    ),
+    (
+        re.compile(r"The size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)"),
+        "Two tensors have {0} and {1} values in a dimension where they must have as many: compare the shapes of outputs and "
+        "targets; for classes the loss is CrossEntropyLoss",
+    ),
+    (
+        re.compile(r"index out of range in self"),
+        "A number is too large for the embedding: give the model as many entries as there are words (vocabulary size)",
+    ),
+)
+
+
 def advised_text(error: BaseException, spec: RunSpec | None) -> str:
-    """Return what an error says of itself, and what to do where batches have other kinds of numbers than the model of a run."""
-    advice = _dtype_advice(error, "" if spec is None else spec.precision)
-    return f"{error_text(error)}. {advice}" if advice else error_text(error)
+    """Return what an error says of itself, and what to do where batches do not fit the model of a run."""
+    advice = _dtype_advice(error, "" if spec is None else spec.precision) or _shape_advice(error)
+    return f"{error_text(error).rstrip('.')}. {advice}" if advice else error_text(error)
+
+
+def _shape_advice(error: BaseException) -> str:
+    text = error_text(error) if isinstance(error, RuntimeError | ValueError | IndexError) else ""
+    found = ((pattern.search(text), advice) for pattern, advice in _UNFIT)
+    return next((advice.format(*match.groups()) for match, advice in found if match), "")
 
 
 def _dtype_advice(error: BaseException, precision: str) -> str:

@@ -98,7 +98,9 @@ def _values(kernel: Kernel) -> None:
     kernel.run("large = numpy.random.rand(500_000)")
     kernel.run("%guava_push large")
     kernel.run("sent = large\n")
-    kernel.run("%guava_pull large")
+    kernel.run("got = %guava_pull large")
+    assert kernel.run("got is large, len(got)").strip() == "(True, 2)"
+    assert kernel.run("total = %guava_pull total --rank 1\nprint(total[0])").splitlines()[-1] == "132.0"
     assert kernel.run("[bool((large[name] == sent).all()) for name in large]").strip() == "[True, True]"
 
 
@@ -112,7 +114,16 @@ def _files_and_a_run(kernel: Kernel, helper: Path) -> None:
     assert f"%guava_files {helper} sends it to the workers" in error_of(kernel, f"{TRAIN} --epochs 1")
     shown = kernel.run(f"%guava_files {helper}")
     assert "local-1: 1 new." in shown and "joins later gets them too" in shown
-    kernel.run(f"{TRAIN} --epochs 1")
+    # A cell that cannot run elsewhere blocks what uses it, and nothing else; files go where the line says.
+    unused = "%%guava_share --name half\ndef half(outputs, targets):\n    return slow_loss(outputs, targets) * scale"
+    assert "What uses it cannot train yet: name 'scale' is used in cell 'half' (line 2)" in kernel.run(unused)
+    folder = helper.parent / "kept"
+    kernel.run(f"{TRAIN} --epochs 1 --save-every 4 --checkpoint-dir {folder} --log csv")
+    assert sorted(path.suffix for path in folder.iterdir()) == [".csv", ".csv", ".pt", ".pt"]
+    assert "there is no folder" in error_of(kernel, f"{TRAIN} --epochs 1 --checkpoint-dir {folder}/deep/kept")
+    text = error_of(kernel, TRAIN.replace("slow_loss", "half"))
+    assert "'half' cannot be used: name 'scale' is used in cell 'half' (line 2)" in text and "Traceback" not in text
+    assert "not sent, and what uses it cannot train: name 'scale'" in kernel.run("%guava_status")
     helper.write_text("SCALE = 2.0  # changed\n")
     assert "changed: helper_of_px.py; loaded anew: helper_of_px." in kernel.run(f"%guava_files {helper}")
 

@@ -224,13 +224,17 @@ def test_a_mistake_is_one_line_that_says_what_to_do(pair: Pair, tmp_path: Path) 
     trained = laptop.run("%guava_validate --data test")
     assert "did you mean" in error_of(laptop, "%guava_train --model Net --data train --loss CrossEntropyLos")
     assert figures(laptop.run("%guava_validate --data test")) == figures(trained) != []
+    refused = error_of(laptop, f"{TRAIN} --loss CrossEntropyLoss")
+    assert "would throw away what the last one trained in 23 steps: another model was chosen since" in refused
+    told = laptop.run(f"%guava_resume {tmp_path / 'net.pt'} --model Net")
+    assert "no file has what" in told and "%guava_save PATH keeps it" in told
     laptop.run("scale = 2")
     laptop.run(
         "%%guava_share --name loss\ndef scaled(outputs, targets):\n    return scale * slow_loss(outputs, targets)"
     )
-    assert "name 'scale' is used in cell 'loss'" in error_of(laptop, f"{TRAIN} --loss scaled")
+    assert "name 'scale' is used in cell 'loss'" in error_of(laptop, f"{TRAIN} --fresh --loss scaled")
     laptop.run("%%guava_share --name loss\nimport only_here\nscaled = slow_loss")
-    status, text = laptop.attempt(f"{TRAIN} --loss scaled")
+    status, text = laptop.attempt(f"{TRAIN} --fresh --loss scaled")
     assert status == "error"
     last = text.strip().splitlines()[-1]
     assert (
@@ -239,7 +243,7 @@ def test_a_mistake_is_one_line_that_says_what_to_do(pair: Pair, tmp_path: Path) 
         and "%pip" not in last
     ), text
     laptop.run("%%guava_share --name loss\nscaled = slow_loss")
-    laptop.run(f"{TRAIN} --loss scaled")
+    laptop.run(f"{TRAIN} --fresh --loss scaled")
 
 
 @pytest.mark.parametrize("up_options", ["--workers 2 --local 1"])

@@ -598,7 +598,7 @@ def test_what_would_throw_training_away_asks_first() -> None:
         assert train(session, fresh=True).first.weight.shape == (9, 10)
 
 
-def test_a_registered_instance_does_not_throw_training_away_unasked() -> None:
+def test_a_registered_instance_does_not_throw_training_away_unasked(tmp_path: Path) -> None:
     net = seeded()
     with direct_session(2) as session:
         session.register_model(net)
@@ -609,12 +609,15 @@ def test_a_registered_instance_does_not_throw_training_away_unasked() -> None:
         assert session._replica_sets.trained is not None
         session._replica_sets.trained.master_step = -1  # as after a run whose state took too long to fetch
         session.register_model(seeded(seed=4))
-        with pytest.raises(ConfigError, match=r"throw away what the last one trained.*run\.model\(\)"):
+        with pytest.raises(ConfigError, match=r"throw away what the last one trained.*save_checkpoint"):
             train(session)
         session.validate(
             loader(dtype=torch.float32), progress=False
         )  # of the instance; what only workers hold is fetched before
         kept = steps_in(run.model())
+        with pytest.raises(ConfigError, match=r"throw away what the last one trained.*save_checkpoint"):
+            train(session)  # that it is here by now changes nothing
+        session.save_checkpoint(tmp_path / "kept.pt")
         other = train(session, epochs=1, optimizer_args={"lr": 0.0})
         assert torch.equal(other.head.weight, seeded(seed=4).double().head.weight)
         assert same(run.model(), kept) and not same(run.model(), trained)

@@ -107,7 +107,8 @@ def store(path: Path) -> None:
 
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory(prefix="lesson-") as folder, contextlib.ExitStack() as stack:
-        environment = {**os.environ, "GUAVA_UI": "html", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "GUAVA_UI": "html", "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # libraries as here
         environment |= {"TMPDIR": folder, "XDG_STATE_HOME": folder, "IPYTHONDIR": folder}
         if path.stem == WORKER:
             environment["GUAVA_JOIN_CODE"] = stack.enter_context(other_side(epochs=300, rows=640))

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.notices import Notices
-from guava_nb.cluster.session_file import SessionFile, state_folder
+from guava_nb.cluster.session_file import SessionFile
 from guava_nb.config import DistributedConfig
+from guava_nb.config.state_folder import state_folder
 from guava_nb.errors import ClusterError, ConfigError, GuavaError
 from guava_nb.launchers.launcher import Launcher, Order
 from guava_nb.launchers.launches import Launches

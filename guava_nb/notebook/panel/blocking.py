@@ -108,6 +108,9 @@ def interrupt_run(run: Any, count: int = 1, awaited: str = "", grace_s: float = 
 
 def interrupt_worker(worker: Any, count: int) -> str:
     """Do what the n-th interrupt in a worker's cell means; returns the sentence to say."""
+    if count == 1 and not worker.status().joined:  # there is nothing to hand over, and its dialling may last
+        worker.kill()
+        return "The worker had not joined yet; its process is ended."
     if count == 1:
         worker.leave()
         return (

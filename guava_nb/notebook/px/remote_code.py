@@ -102,15 +102,18 @@ class RemoteCode:
         workers = self._session().push({name: names[name] for name in args.names}, self._on(args), on_output=_say_lines)
         return f"{_are(args.names)} on {', '.join(workers)}. A worker that joins later has to be given them too."
 
-    def pull(self, args: argparse.Namespace) -> str:
-        """Set variables of the notebook to what workers have; returns the sentence on it."""
+    def pull(self, args: argparse.Namespace) -> tuple[str, Any]:
+        """Set variables of the notebook to what workers have; returns the sentence on it and the value, a dict of several."""
         for name in args.names:
             check_variable(name, "a name to pull")
         found = self._session().pull(*args.names, on=self._on(args), on_output=_say_lines)
-        for name in args.names:
-            self._shell.user_ns[name] = self._value(args, {worker: values[name] for worker, values in found.items()})
+        values = {
+            name: self._value(args, {worker: values[name] for worker, values in found.items()}) for name in args.names
+        }
+        self._shell.user_ns.update(values)
         form = "" if self._is_one(args) else ", a dict by worker"
-        return f"{_are(args.names)} here{form}, from {', '.join(found)}."
+        value = values if len(values) > 1 else values[args.names[0]]
+        return f"{_are(args.names)} here{form}, from {', '.join(found)}.", value
 
     def install(self, args: argparse.Namespace) -> str:
         """Have pip install packages there; returns sentences on it."""

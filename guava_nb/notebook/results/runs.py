@@ -17,6 +17,9 @@ from guava_nb.status import RunStatus
 
 __all__ = ["Runs"]
 
+#: How many are shown where the line says nothing.
+SHOWN = 10
+
 
 class Runs:
     """What was trained here.
@@ -61,20 +64,28 @@ class Runs:
         except UsageError:
             return []
 
-    def chosen(self, args: argparse.Namespace) -> list[RunStatus]:
-        """Return the runs of a line; all of them where it names none.
+    def chosen(self, args: argparse.Namespace) -> tuple[list[RunStatus], str]:
+        """Return the runs of a line, the newest first, and a sentence on what else there is.
 
         Raises:
-            UsageError: there is no run, or none of a name.
+            UsageError: there is none yet, or none of a name; or options contradict each other.
         """
-        runs = self.all()
+        if args.runs and (args.all or args.n is not None) or (args.all and args.n is not None):
+            raise UsageError("%guava_runs: names, -n and --all choose runs each in their way; keep one of them")
+        runs = self.all()[::-1]
         if not runs:
             raise UsageError("no run was started in this notebook yet: %guava_train starts one")
         known = [run.run_id for run in runs]
         for name in args.runs:
             if name not in known:
-                raise UsageError(f"no run is called {name}{near(name, known) or '.'} Runs: {', '.join(known)}")
-        return [run for run in runs if not args.runs or run.run_id in args.runs]
+                shown = ", ".join(known[:SHOWN]) + (", ..." if len(known) > SHOWN else "")
+                raise UsageError(f"no run is called {name}{near(name, known) or '.'} Runs: {shown}")
+        if args.runs:
+            return [run for run in runs if run.run_id in args.runs], ""
+        found = runs if args.all else runs[: args.n or SHOWN]
+        older = len(runs) - len(found)
+        more = f"{older} older: %guava_runs --all. " if older else ""
+        return found, f"{more}Losses in one picture: %guava_runs {' '.join(run.run_id for run in reversed(found[:2]))}"
 
     @staticmethod
     def export(args: argparse.Namespace, runs: list[RunStatus], png: Callable[[], bytes]) -> list[str]:

@@ -63,7 +63,7 @@ class RunFiles:
             kind: "" for those of a period, "best" for the best, of which there is one.
         """
         self._finish_last()
-        master = self._replica_set.master
+        master, held_step = self._replica_set.master, self._replica_set.master_step
         needed, free = size_of([*master.model.state_dict().values(), master.optimizer.state_dict()]), _free_bytes()
         step = self._place.steps
         path = self._folder / "-".join(filter(None, (self.name, kind, f"step-{step}.pt")))
@@ -76,8 +76,20 @@ class RunFiles:
         state, place = master.state(), self._place.where()
         write = partial(checkpoint.write, path, state, step - 1, place, self._replica_set.spec, self.extras)
         self._is_writing = True
-        self._writer = threading.Thread(target=self._write, args=(path, kind, write), name="guava-saving", daemon=True)
+        self._writer = threading.Thread(
+            target=self._write, args=(path, kind, write, held_step), name="guava-saving", daemon=True
+        )
         self._writer.start()
+
+    def save(self, path: Path) -> None:
+        """Write the state that the master holds to this file, before it returns.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        held, place = self._replica_set, self._place
+        checkpoint.write(path, held.master.state(), place.steps - 1, place.where(), held.spec, self.extras)
+        held.saved_step = held.master_step
 
     def finish(self) -> None:
         """Wait until the last file is whole, or was given up."""
@@ -93,7 +105,7 @@ class RunFiles:
             )
         self._job.pump(lambda: not self._is_writing)
 
-    def _write(self, path: Path, kind: str, write: Callable[[], None]) -> None:
+    def _write(self, path: Path, kind: str, write: Callable[[], None], held_step: int) -> None:
         try:
             write()
         except CheckpointError as error:
@@ -101,6 +113,7 @@ class RunFiles:
         except Exception as error:
             self._notice(f"{path} was not saved ({type(error).__name__}: {error}). The run goes on")
         else:
+            self._replica_set.saved_step = held_step
             self._let_go_of_older(path, kind)
         finally:
             self._is_writing = False

@@ -34,6 +34,18 @@ def test_what_was_saved_comes_back_and_is_its_users_alone(tmp_path: Path) -> Non
     assert not file.path.exists()
 
 
+def test_workers_that_ended_with_their_process_are_known_until_the_session_ends(tmp_path: Path) -> None:
+    file = SessionFile.take(tmp_path / "one.json")
+    assert file.local() == []
+    file.note_local(["local-1", "local-2"])
+    file.release(forget=False)
+    again = SessionFile.take(file.path)
+    again.note_local(["local-1"])
+    assert again.local() == ["local-1", "local-2"]
+    again.release(forget=True)
+    assert not list(tmp_path.glob("*.local"))
+
+
 def test_without_tls_there_is_no_certificate(tmp_path: Path) -> None:
     file = SessionFile.take(tmp_path / "one.json")
     file.save(SavedSession(b"s" * 16, b"", b"", 1))

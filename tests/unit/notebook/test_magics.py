@@ -938,7 +938,7 @@ def test_a_shared_cell_says_at_once_what_it_still_lacks(notebook: Any) -> None:
     notebook.run("scale = 2")
     shown = notebook.run("%%guava_share --name half\ndef half(x):\n    return x * scale\n")
     assert "Cell half is shared" in shown.text
-    assert "Not ready to train: name 'scale' is used in cell 'half' (line 2)" in shown.text
+    assert "What uses it cannot train yet: name 'scale' is used in cell 'half' (line 2)" in shown.text
 
 
 # ------------------------------------------------------------------------------------------------------------- doctor

@@ -7,8 +7,10 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 
-from guava_nb.orchestrator.past_runs import PastRuns
+from guava_nb.orchestrator.past_runs import KILLED, PastRuns
 from guava_nb.status import EpochFigures
+from guava_nb.training.run import Run
+from tests.support.kernels import wait_until
 from tests.unit.render.status_cases import RUN
 
 ENDED = replace(
@@ -32,14 +34,42 @@ def test_a_later_process_finds_them_and_there_are_not_too_many(tmp_path: Path) -
     assert stat.S_IMODE(os.stat(tmp_path / "session.runs").st_mode) == 0o600
 
 
-def test_a_run_of_an_earlier_process_is_told_from_a_new_one_of_its_name(tmp_path: Path) -> None:
+def test_names_of_runs_go_on_from_one_process_to_the_next(tmp_path: Path) -> None:
     session = tmp_path / "session.json"
-    PastRuns(lambda: session).add(replace(ENDED, run_id="run-1", began_at=1_700_000_000.0))
-    for _ in range(2):
-        then = PastRuns(lambda: session)
-        then.add(replace(ENDED, run_id="run-1", began_at=1_700_000_100.0))
-    old, new, newest = [run.run_id for run in then.all()]
-    assert old.startswith("run-1@") and new.startswith("run-1@") and old != new and newest == "run-1"
+    first = PastRuns(lambda: session)
+    assert first.next_id == "run-1"
+    first.add(replace(ENDED, run_id="run-1"))
+    first.launched("run-2")  # and goes on
+    assert first.next_id == "run-3"
+    assert PastRuns(lambda: session).next_id == "run-2", "nothing was kept of the one that went on"
+    first.add(replace(ENDED, run_id="run-2"))
+    assert PastRuns(lambda: session).next_id == "run-3"
+    assert PastRuns(lambda: None).next_id == "run-1"
+
+
+def test_a_run_whose_process_is_killed_is_found_by_the_next_one(tmp_path: Path) -> None:
+    session, run = tmp_path / "session.json", Run("run-1", "data", 3, None)
+    run.begin()
+    first = PastRuns(lambda: session)
+    first.follow(run)
+    kept = session.with_suffix(".run-now")
+    wait_until(kept.exists, lambda: "record of the run that goes on", 10)
+    then = PastRuns(lambda: session)  # as if the first were dead
+    assert [(one.run_id, one.state, one.message) for one in then.all()] == [("run-1", "killed", KILLED)]
+    assert then.next_id == "run-2" and not kept.exists()
+    assert [one.state for one in PastRuns(lambda: session).all()] == ["killed"], "once"
+    run.end("done")
+
+
+def test_a_run_that_ended_leaves_no_record_of_its_middle(tmp_path: Path) -> None:
+    session, run = tmp_path / "session.json", Run("run-1", "data", 3, None)
+    runs = PastRuns(lambda: session)
+    runs.follow(run)
+    wait_until(session.with_suffix(".run-now").exists, lambda: "record of the run that goes on", 10)
+    run.end("done")
+    runs.add(run.status())
+    assert [one.state for one in PastRuns(lambda: session).all()] == ["done"]
+    assert not session.with_suffix(".run-now").exists()
 
 
 def test_a_damaged_file_or_a_disk_that_takes_nothing_costs_nothing_else(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,22 @@ def test_the_log_of_the_run_is_known_to_the_process_that_follows(tmp_path: Path)
     recorded(path, 1)
     last = LastRun.read(path)
     assert last is not None and last.log is None
+
+
+def test_a_run_whose_workers_have_all_ended_is_lost_and_its_newest_checkpoint_is_named(tmp_path: Path) -> None:
+    path, files = tmp_path / "one.run", tmp_path / "checkpoints" / "run-3-now"
+    facts = {"workers": ["local-1", "local-2"], "files": str(files)}
+    RunRecord(path, "run-3", SPEC, facts=lambda: facts).issued(0, BEGINNING, 2, 16, lambda: feed(0, 0))
+    assert LastRun.lost(path, ["local-1"]) == "", "another worker may come back"
+    lost = LastRun.lost(path, ["local-1", "local-2"])
+    assert "run-3 was trained by workers of that kernel alone (local-1, local-2)" in lost and "train anew" in lost
+    files.parent.mkdir()
+    for step, kind in ((5, ""), (9, "best-"), (7, "")):
+        (newest := files.with_name(f"run-3-now-{kind}step-{step}.pt")).touch()
+        os.utime(newest, (1_700_000_000 + step, 1_700_000_000 + step))
+    assert f"--resume {files}-best-step-9.pt" in LastRun.lost(path, ["local-1", "local-2"])
+    recorded(path, 1)
+    assert LastRun.lost(path, ["local-1"]) == "" == LastRun.lost(None, ["local-1"]), "nothing is known of its workers"
 
 
 def test_a_new_epoch_begins_a_new_record(tmp_path: Path) -> None:

@@ -135,8 +135,32 @@ def test_an_undefined_name_is_told_with_cell_and_remedy() -> None:
         "name 'scale' is used in cell 'model' (line 2) but no %%guava_share cell defines it; "
         "put its definition into a %%guava_share cell (sharing another text under the same --name replaces a cell)",
     )
-    with pytest.raises(SourceError, match="scale"):
-        ledger.check()
+    cells, names = ledger.left_out()
+    assert list(cells) == ["model"] and list(names) == ["net"] and "'scale' is used in cell 'model'" in names["net"]
+
+
+def test_a_cell_with_an_undefined_name_blocks_only_what_uses_it() -> None:
+    ledger = ledger_of(
+        a="import math\ndef good(x):\n    return math.sqrt(x)\n",
+        b="import math\ndef half(x):\n    return x * scale\n",
+        c="def quarter(x):\n    return half(half(x))\n",
+        d="class Net:\n    act = good\n",
+    )
+    cells, names = ledger.left_out()
+    assert sorted(cells) == ["b", "c"] and sorted(names) == ["half", "quarter"]
+    assert cells["c"].startswith("cell 'c' uses 'half' of cell 'b', and name 'scale' is used in cell 'b' (line 3)")
+    module = build_module([cell for cell in ledger.cells() if cell.name not in cells], MODULE, names)
+    assert resolve("Net", module).act(4) == 2
+    with pytest.raises(
+        SourceError, match="'quarter' cannot be used: cell 'c' uses 'half' of cell 'b', and name 'scale'"
+    ):
+        resolve("quarter", module)
+
+
+def test_where_two_cells_define_a_name_and_one_cannot_run_nobody_can_tell_which_is_meant() -> None:
+    ledger = ledger_of(a="def loss(x):\n    return x\n", b="def loss(x):\n    return x * scale\n")
+    with pytest.raises(SourceError, match="'scale' is used in cell 'b'"):
+        ledger.left_out()
 
 
 def test_a_definition_that_comes_too_late_is_told() -> None:

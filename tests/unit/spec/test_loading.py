@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from guava_nb.spec.loading import loading_without_collections
+from guava_nb.spec.loading import half_loaded, half_loaded_text, loading_without_collections
 
 
 def test_collections_are_off_in_the_block_and_then_as_before() -> None:
@@ -80,3 +80,12 @@ def test_public_names_and_optimizers_load_so(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(KeyboardInterrupt):
         package.path  # noqa: B018
     assert loaded == ["torch._dynamo", "somewhere"]
+
+
+def test_a_library_whose_inner_modules_are_left_without_it_is_half_loaded() -> None:
+    assert half_loaded({"torch", "torch.nn", "torch.nn.functional", "sympy", "sympy.core"}) == ""
+    assert half_loaded({"torch._C", "torch.nn", "re"}) == "torch"
+    assert half_loaded({"torch", "torch.nn", "sympy.core"}) == "sympy"
+    assert half_loaded({"torch", "torch._dynamo.utils"}) == "torch"
+    assert half_loaded({"mine.inner"}) == "", "pure Python loads again"
+    assert half_loaded_text() == ""

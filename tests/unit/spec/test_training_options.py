@@ -179,7 +179,7 @@ def test_the_configuration_gives_what_is_left_out() -> None:
     changed = {
         "scheduler_interval": "epoch", "max_grad_norm": 2.0, "accumulation_steps": 3, "precision": "bf16", "seed": 5,
         "optimizer_site": "orchestrator", "worker_cache": "disk", "count_flops": True, "budget_bytes": 9,
-        "num_epochs": 4, "save_interval": 6,
+        "num_epochs": 4, "save_interval": 6, "checkpoint_dir": "elsewhere",
     }  # fmt: skip
     config = DistributedConfig(**changed)
     settled = TrainingOptions().settled(config)
@@ -247,7 +247,7 @@ def test_a_new_field_is_picked_up_everywhere() -> None:
 USED_AT_ONCE = {
     "detach": "returns before the end", "progress": "shows a bar", "resume": "names a file", "fresh": "drops a state",
     "budget_bytes": "makes a budget", "save_path": "goes into it", "save_every": "becomes steps or seconds",
-    "weights": "names a file", "save_only": "becomes digests of a base",
+    "checkpoint_dir": "becomes the folder of a plan", "weights": "names a file", "save_only": "becomes digests of a base",
     "criterion_args": "goes into the criterion's factory",
     "sync": "goes into the record of rounds", "outer": "goes there", "outer_lr": "goes there", "outer_momentum": "goes there",
     "outer_args": "goes there", "sync_delay": "goes there", "mixing": "goes there",

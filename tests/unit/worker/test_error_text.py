@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -79,6 +81,24 @@ def test_numbers_of_unlike_kinds_are_told_with_what_to_do(layer: torch.nn.Module
             layer(*[given] * (3 if isinstance(layer, torch.nn.MultiheadAttention) else 1))
         told = advised_text(raised.value, FLOAT32)
         assert told.startswith(str(raised.value)) and way in told and "preprocess" in told
+
+
+@pytest.mark.parametrize(
+    ("work", "way"),
+    [
+        (lambda: torch.nn.Linear(64, 3)(torch.zeros(4, 50)), "takes 64 values for each row got 50"),
+        (lambda: torch.nn.Conv2d(3, 4, 1)(torch.zeros(2, 1, 8, 8)), "takes 3 channels got 1"),
+        (lambda: torch.nn.CrossEntropyLoss()(torch.zeros(2, 3), torch.tensor([0, 7])), "A label is 7"),
+        (lambda: torch.nn.CrossEntropyLoss()(torch.zeros(2, 3), torch.zeros(2)), "labels.long()"),
+        (lambda: torch.zeros(4, 10) - torch.zeros(4, 6), "have 10 and 6 values"),
+        (lambda: torch.nn.Embedding(5, 2)(torch.tensor([9])), "vocabulary size"),
+    ],
+)
+def test_data_that_does_not_fit_the_model_is_told_with_what_to_do(work: Callable[[], object], way: str) -> None:
+    with pytest.raises((RuntimeError, IndexError)) as raised:
+        work()
+    told = advised_text(raised.value, FLOAT32)
+    assert told.startswith(str(raised.value).rstrip(".")) and way in told
 
 
 def test_other_errors_are_told_as_they_are() -> None:

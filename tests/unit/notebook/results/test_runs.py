@@ -32,8 +32,22 @@ def test_all_runs_or_those_of_the_line_stand_beside_each_other(trained: Any) -> 
     shown = trained.run("%guava_runs run-2")
     assert "run-1" not in shown.text
     shown = trained.run("%guava_runs run-3")
-    assert not shown.ok and "no run is called run-3" in shown.text and "Runs: run-1, run-2" in shown.text
+    assert not shown.ok and "no run is called run-3" in shown.text and "Runs: run-2, run-1" in shown.text
     assert trained.complete("%guava_runs run") == ["run-1", "run-2"]
+
+
+def test_of_many_runs_the_newest_are_shown_first_and_the_others_on_request(trained: Any) -> None:
+    one = trained.orchestrator.past_runs.all()[0]
+    for number in range(3, 41):
+        trained.orchestrator.past_runs.add(type(one)(**{**_fields(one), "run_id": f"run-{number}"}))
+    shown = trained.run("%guava_runs")
+    rows = [line.split()[0] for line in shown.lines if line.strip().startswith("run-")]
+    assert rows == [f"run-{number}" for number in range(40, 30, -1)]
+    assert "30 older: %guava_runs --all. Losses in one picture: %guava_runs run-39 run-40" in shown.text
+    assert "runs: 3 of" in trained.run("%guava_runs -n 3").text
+    shown = trained.run("%guava_runs --all")
+    assert "runs: 40 of" in shown.text and "older" not in shown.text
+    assert "keep one of them" in trained.run("%guava_runs run-3 --all").text
 
 
 def test_points_and_picture_are_written(trained: Any, tmp_path: Path) -> None:

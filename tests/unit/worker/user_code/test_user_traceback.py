@@ -21,6 +21,13 @@ def test_the_users_lines_stay_and_ours_go() -> None:
     assert "spec/cells.py" not in text
 
 
+def test_an_error_of_a_library_that_we_called_has_no_frames_of_ours() -> None:
+    with pytest.raises(SourceError) as caught:
+        resolve("colections:deque", None)
+    cause = caught.value.__cause__
+    assert cause is not None and "importlib" in user_traceback(cause) and "cells.py" not in user_traceback(cause)
+
+
 def test_an_error_of_ours_keeps_its_frames() -> None:
     with pytest.raises(SourceError) as caught:
         resolve("Net", None)
