@@ -41,10 +41,11 @@ from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.run import Run
 from guava_nb.training.step_check.batch_traits import BatchTraits
 from guava_nb.training.step_check.findings import OUT_OF_MEMORY, Question, Verdict, about_hooks, verdict_on
+from guava_nb.training.step_check.first_step import can_be_compared, difference, sentence_on
 
 __all__ = [
-    "FirstStepCheck", "digest_of", "first_rows", "found_before", "is_looked_at_whole", "is_round", "later_checks",
-    "weights_of_pieces",
+    "FirstStepCheck", "digest_of", "first_rows", "found_before", "has_whole_twin", "is_looked_at_whole", "is_round",
+    "later_checks", "weights_of_pieces",
 ]  # fmt: skip
 
 #: Samples that are sent first; a batch of at most twice as many is sent whole.
@@ -113,6 +114,12 @@ def _is_in_parts(spec: RunSpec) -> bool:
     return shape is not None and (shape.zero_stage >= 2 or shape.tp > 1 or shape.pp > 1)
 
 
+def has_whole_twin(replicas: ReplicaSet) -> bool:
+    """Whether the model lies in parts, and the whole one that a worker builds has the weights with which the run begins."""
+    begins_as_built = replicas.from_seed and replicas.step == -1
+    return begins_as_built and _is_in_parts(replicas.spec) and not replicas.spec.sync_batchnorm
+
+
 class FirstStepCheck:
     """Checks a batch before the first step that is cut, and later ones: what couples samples may begin later.
 
@@ -137,6 +144,7 @@ class FirstStepCheck:
         self._request, self._kept = -1, dict[str, None]()
         self._idle, self._has_told_idle, self._has_told_change = "", False, False
         self._team: tuple[Sequence[int], int] | None = None  # with the generation of its group
+        self._has_twin = False
 
     def before(self, group: Sequence[LoadedBatch]) -> bool:
         """Check a step that is about to be issued, if nothing like it was checked before.
@@ -158,7 +166,7 @@ class FirstStepCheck:
         team = list(getattr(replicas, "team", ())) or self._members.available()
         weights = weights_of_pieces(replicas.spec, self._plan.weights(team))
         if len(weights) < 2:
-            return False
+            return self._look_at_whole(batch, weights, team[0])
         news, odd = self._news_in(group), self._cut_as_none_before(group, weights)
         if self._has_begun and not news and not self._is_due() and odd is None:
             return False
@@ -256,6 +264,7 @@ class FirstStepCheck:
 
     def _first(self, question: Question, rank: int) -> bool:
         replicas, data = self._members.replica_set, self._plan.feed.data_set
+        self._has_twin = has_whole_twin(replicas)
         digest = digest_of(replicas, question.content, question.weights)
         verdict = known = found_before(replicas, digest, data)
         if verdict is None:
@@ -268,6 +277,45 @@ class FirstStepCheck:
         if known is None and (hooked := about_hooks(replicas.master.model)):
             self._members.cluster.notice(hooked)
         return known is None
+
+    def _look_at_whole(self, batch: LoadedBatch, weights: tuple[float, ...], rank: int) -> bool:
+        """Have a worker compute the first batch with the whole model, where nothing but the model is cut."""
+        replicas, has_begun, self._has_begun = self._members.replica_set, self._has_begun, True
+        self._has_twin = has_whole_twin(replicas)
+        if has_begun or not self._has_twin:
+            return False
+        content = batch.batch.read() if isinstance(batch.batch, Unread) else batch.batch
+        question, started = Question(batch, content, weights, self._splitter, self._step), time.monotonic()
+        answer, problem = self._ask(question, rank, batch.rows)
+        if answer is not None and answer.outcome == "same":
+            seconds = time.monotonic() - started
+            name = self._name(rank)
+            self._run.check = {
+                **verdict_on(replicas.spec, question, name, batch.rows, answer, problem, seconds).record, "known": False,
+            }  # fmt: skip
+        return True
+
+    def after(self, step: dict[str, Any]) -> None:
+        """Compare the run's first step with what the whole model gave, where its workers have parts of the model.
+
+        Args:
+            step: its record in the history.
+
+        Raises:
+            ConfigError: they differ, and the run is strict.
+        """
+        check = self._run.check
+        is_first = len(self._run.history) == 1 and self._step >= 0
+        if check is None or not (is_first and self._has_twin) or not can_be_compared(check, step):
+            return
+        check["first_step_difference"] = unlike = difference(check, step)
+        text = sentence_on(check, step, self._run.mode)
+        if unlike and self._plan.check == "strict":
+            raise ConfigError(f"{text}. That step is kept")
+        if unlike:
+            warnings.warn(text, stacklevel=2)
+        if unlike or self._run.mode == "tensor":  # elsewhere the check has told that it was made
+            self._members.cluster.notice(text)
 
     def _again(self, question: Question, rank: int) -> None:
         """Check another step. What is known already is not told again."""

@@ -292,9 +292,7 @@ def _is_bare(module: nn.Module, *classes: type[_Layer]) -> TypeGuard[_Layer]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(
-        (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    )
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def _has_hooks_inside(module: nn.Module) -> bool:

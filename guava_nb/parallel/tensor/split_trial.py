@@ -167,14 +167,18 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         if not type(part).__module__.startswith(_NOT_USERS):
             own = {key: value for key, value in vars(part).items() if not key.startswith("_") and key != "training"}
             found.update((f"{name}.{key}", one) for key, one in own.items() if type(one) in (int, float))
-            found.update((f"{name}.{key}.{number}", leaf) for key in own for number, leaf in enumerate(leaves(own[key])))
+            found.update(
+                (f"{name}.{key}.{number}", leaf) for key in own for number, leaf in enumerate(leaves(own[key]))
+            )
     return found
 
 
 def _left(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors that attributes hold after a forward, and the numbers that it has changed there."""
     numbers = {n: v for n, v in after.items() if type(v) in (int, float) and before.get(n) != v}
-    tensors = {n: v.detach().clone() for n, v in after.items() if isinstance(v, Tensor) and not isinstance(v, nn.Parameter)}
+    tensors = {
+        n: v.detach().clone() for n, v in after.items() if isinstance(v, Tensor) and not isinstance(v, nn.Parameter)
+    }
     return tensors | {n: torch.tensor(v, dtype=torch.float64) for n, v in numbers.items()}
 
 

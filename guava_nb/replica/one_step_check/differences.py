@@ -35,6 +35,11 @@ class Measured:
     left: Sequence[Mapping[str, Kept]]
     written: Sequence[Mapping[str, Tensor]]
 
+    @property
+    def gradient_norm(self) -> float:
+        """Of all gradients together."""
+        return math.hypot(*(_norm(gradient) for gradient in self.gradients.values()))
+
 
 def differences(a: Measured, b: Measured) -> tuple[float, float, str]:
     """Return the relative difference of the losses, that of the gradients, and the parameter that differs most.
@@ -42,8 +47,7 @@ def differences(a: Measured, b: Measured) -> tuple[float, float, str]:
     Gradients are compared with the norm of the whole gradient: the gradient of one parameter may be nothing but rounding.
     """
     by_loss = abs(a.loss - b.loss) / max(abs(a.loss), abs(b.loss), 1e-3)
-    size = math.hypot(*(_norm(g) for g in a.gradients.values()))
-    size = max(size, math.hypot(*(_norm(g) for g in b.gradients.values())), 1e-6)
+    size = max(a.gradient_norm, b.gradient_norm, 1e-6)
     each = {name: _distance(a.gradients.get(name), b.gradients.get(name)) for name in {**a.gradients, **b.gradients}}
     worst = max(each, key=lambda name: (math.isnan(each[name]), each[name]), default="")
     by_gradient = math.hypot(*each.values()) / size

@@ -164,6 +164,7 @@ def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces) -> Finding:
         tuple(sorted(trial.drawn | trial.unruly)), trial.beside_norms(trial.moved_by(one)), kept=kept + counted, unlike=unlike,
         kept_looking=trial.moved_looking(kept, one, whole),
         compared=tuple(sorted(trial.compared)), written=trial.written, written_unlike=trial.written_unlike(one, many),
+        gradient_norm=one.gradient_norm,
     )  # fmt: skip
     if max(by_loss, by_gradient) > CLEAN:
         return replace(found, outcome="differs", causes=_causes(trial, whole, pieces, one))
