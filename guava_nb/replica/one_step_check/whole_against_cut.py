@@ -40,12 +40,13 @@ from guava_nb.replica.one_step_check.differences import (
     is_unlike,
 )
 from guava_nb.replica.one_step_check.python_state import Kept, PythonState, adopt, is_alike, is_apart
-from guava_nb.replica.one_step_check.set_aside import copying, set_aside, uncompiled
+from guava_nb.replica.one_step_check.set_aside import copying, names_kept, set_aside, uncompiled
 from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather, no_process_group
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded
 from guava_nb.replica.shard import ShardWork
 from guava_nb.spec.factories import Resolve
+from guava_nb.spec.own_facts import roots_of
 from guava_nb.telemetry.tasks import uncounted
 
 __all__ = ["BACKWARD", "BATCH_STATISTICS", "COUPLED", "RANDOMNESS", "STATE", "SUM", "WEIGHTS", "compare"]
@@ -106,14 +107,15 @@ def compare(
 def _attempt(
     replica: BaseReplica, spec: RunSpec, resolve: Resolve, precision: str, whole: _Pieces, pieces: _Pieces
 ) -> Finding:
-    resolve = copying(resolve)
-    if isinstance(replica, Replica):
-        with set_aside(replica.model) as is_touched:
-            found = _try(spec, precision, resolve, replica, replica.model, whole, pieces)
-            if not is_touched():
-                return found
-    # No whole model is here, or its copy leads back to it (a closure, say): it is built once more.
-    return _try(spec, precision, resolve, replica, None, whole, pieces)
+    roots, resolve = roots_of(spec, resolve).values(), copying(resolve)
+    with names_kept(roots):
+        if isinstance(replica, Replica):
+            with set_aside(replica.model) as is_touched:
+                found = _try(spec, precision, resolve, replica, replica.model, whole, pieces)
+                if not is_touched():
+                    return found
+        # No whole model is here, or its copy leads back to it (a closure, say): it is built once more.
+        return _try(spec, precision, resolve, replica, None, whole, pieces)
 
 
 def _try(

@@ -185,7 +185,12 @@ PROGRAMS = [
     Program(name="skip through a global", model=skip_through_a_global, told={"pipeline": APART}, **_LOSS),
     Program(name="clock shared by two layers", model=shared_clock, told={"pipeline": APART}, **_LOSS),
     Program(
-        name="loss that decays all weights", model=regularised, data=data, criterion=decayed, refused=READ, told={"pipeline": APART}
+        name="loss that decays all weights",
+        model=regularised,
+        data=data,
+        criterion=decayed,
+        refused=READ,
+        told={"pipeline": APART},
     ),
     Program(name="lookahead", model=regularised, optimizer=lookahead, **_LOSS),
     Program(name="gradient of length one", model=UnitGradient, told={"*": COUPLED}, **_LOSS),
