@@ -33,7 +33,7 @@ from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.errors import ConfigError
 from guava_nb.nested import leaves
 from guava_nb.protocol.messages import Finding, ParallelSpec, RunSpec, StepChecked
-from guava_nb.replica.one_step_check.whole_against_cut import BACKWARD, COUPLED, SUM, WEIGHTS
+from guava_nb.replica.one_step_check.whole_against_cut import BACKWARD, COUNT, COUPLED, FREQUENCY, SUM, WEIGHTS
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.membership import Membership
@@ -357,9 +357,9 @@ class FirstStepCheck:
             raise ConfigError(verdict.sentence + kept)
         self._members.cluster.notice(verdict.sentence + again)
         # A notice is seen where somebody looks for it.
-        if {BACKWARD, SUM, WEIGHTS, COUPLED} & set(verdict.record.get("causes", ())) or verdict.record.get(
-            "unlike_in_python"
-        ):
+        if {BACKWARD, COUNT, FREQUENCY, SUM, WEIGHTS, COUPLED} & set(
+            verdict.record.get("causes", ())
+        ) or verdict.record.get("unlike_in_python"):
             warnings.warn(verdict.sentence, stacklevel=2)
 
     # ------------------------------------------------------------------------------------------------------- asking

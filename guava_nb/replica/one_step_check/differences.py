@@ -11,7 +11,17 @@ from torch import Tensor
 
 from guava_nb.replica.one_step_check.python_state import Kept
 
-__all__ = ["CLEAN", "ROUGH", "Measured", "differ", "differences", "is_spanned", "is_sum", "is_unlike"]
+__all__ = [
+    "CLEAN",
+    "ROUGH",
+    "Measured",
+    "differ",
+    "differences",
+    "is_counted_unlike",
+    "is_spanned",
+    "is_sum",
+    "is_unlike",
+]
 
 #: Relative differences that are taken for rounding. Where single precision gives more than `CLEAN`, double precision
 #: decides; `ROUGH` is for models that cannot compute in it. Parts that a model computes in float32 by itself stay.
@@ -27,6 +37,7 @@ class Measured:
         loss, gradients, buffers: of the step; by name.
         left: after each piece, what is kept in Python.
         written: after each piece, the parameters that were written into.
+        count: what the loss was divided by.
     """
 
     loss: float
@@ -34,6 +45,7 @@ class Measured:
     buffers: Mapping[str, Tensor]
     left: Sequence[Mapping[str, Kept]]
     written: Sequence[Mapping[str, Tensor]]
+    count: float = 0.0
 
     @property
     def gradient_norm(self) -> float:
@@ -96,6 +108,13 @@ def is_spanned(one: Measured, parts: Sequence[Measured]) -> bool:
     explained = float(weights @ products @ weights)
     total = dot(one, one)
     return abs(total - explained) <= 1e-9 * total
+
+
+def is_counted_unlike(one: Measured, parts: Sequence[Measured]) -> bool:
+    """Whether the sums of the losses agree, and the counts do not: one may be clamped."""
+    total, counted = sum(part.loss * part.count for part in parts), sum(part.count for part in parts)
+    is_same_sum = math.isclose(one.loss * one.count, total, rel_tol=1e-9, abs_tol=1e-12)
+    return is_same_sum and not math.isclose(one.count, counted, rel_tol=1e-9)
 
 
 def is_sum(one: Measured, parts: Sequence[Measured]) -> bool:

@@ -172,6 +172,27 @@ class UnitGradient(nn.Module):
         return self.out(Unit.apply(torch.tanh(self.one(x))))
 
 
+def of_one_class(model, batch):
+    """The mean over one class, of which a batch may have none."""
+    losses, counts = F.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch[1] == 1
+    return (losses * counts).sum(), counts.sum().clamp(min=1)
+
+
+class Rare(nn.Module):
+    """A table whose rare rows learn as fast as common ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(6, 8, scale_grad_by_freq=True), nn.Linear(8, 3)
+
+    def forward(self, words):
+        return self.out(torch.tanh(self.table(words).mean(1)))
+
+
+def words():
+    return batches(labels(6, 40, 4), labels(3, 40, seed=2))
+
+
 def data():
     return batches(draw(40, 6), labels(3, 40))
 
@@ -193,6 +214,20 @@ PROGRAMS = [
         criterion=decayed,
         refused=READ,
         told={"pipeline": APART},
+    ),
+    Program(
+        name="mean over one class, its count clamped",
+        model=regularised,
+        data=data,
+        step=of_one_class,
+        told={"*": "do not add up to that of the whole batch"},
+    ),
+    Program(
+        name="rows by frequency",
+        model=Rare,
+        data=words,
+        criterion="CrossEntropyLoss",
+        told={"*": "leave scale_grad_by_freq out"},
     ),
     Program(name="lookahead", model=regularised, optimizer=lookahead, **_LOSS),
     Program(name="gradient of length one", model=UnitGradient, told={"*": COUPLED}, **_LOSS),
