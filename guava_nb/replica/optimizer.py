@@ -203,6 +203,11 @@ def _check_state(name: str, optimizer: Optimizer) -> None:
 def _check_owned(name: str, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> None:
     own = {id(p) for _, p in named}
     strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if not all("lr" in group for group in optimizer.param_groups):
+        raise ConfigError(
+            f"optimizer {name!r} has a parameter group without 'lr', where schedules and the history of a run read the learning "
+            "rate: give it there, as in super().__init__(params, {'lr': 0.01})"
+        )
     if strangers:
         raise ConfigError(
             f"optimizer {name!r} holds {strangers} tensors that are not parameters of the model; use those it was given"

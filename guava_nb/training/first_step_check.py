@@ -280,18 +280,18 @@ class FirstStepCheck:
 
     def _look_at_whole(self, batch: LoadedBatch, weights: tuple[float, ...], rank: int) -> bool:
         """Have a worker compute the first batch with the whole model, where nothing but the model is cut."""
-        replicas, has_begun, self._has_begun = self._members.replica_set, self._has_begun, True
-        self._has_twin = has_whole_twin(replicas)
-        if has_begun or not self._has_twin:
+        replicas = self._members.replica_set
+        if self._has_begun or not has_whole_twin(replicas):
             return False
+        self._has_begun = self._has_twin = True
         content = batch.batch.read() if isinstance(batch.batch, Unread) else batch.batch
         question, started = Question(batch, content, weights, self._splitter, self._step), time.monotonic()
-        answer, problem = self._ask(question, rank, batch.rows)
+        answer, problem, rows = self._ask(question, rank, batch.rows)
         if answer is not None and answer.outcome == "same":
             seconds = time.monotonic() - started
             name = self._name(rank)
             self._run.check = {
-                **verdict_on(replicas.spec, question, name, batch.rows, answer, problem, seconds).record, "known": False,
+                **verdict_on(replicas.spec, question, name, rows, answer, problem, seconds).record, "known": False,
             }  # fmt: skip
         return True
 
@@ -371,7 +371,7 @@ class FirstStepCheck:
         started, total = time.monotonic(), question.batch.rows
         rows, earlier, fine, unseen = first_rows(total), None, True, ""
         while True:
-            answer, problem = self._ask(question, rank, rows, fine)
+            answer, problem, looked = self._ask(question, rank, rows, fine)
             fits = answer is None or answer.outcome != OUT_OF_MEMORY
             if answer is not None and not fits and earlier is None and rows >= 4:
                 rows //= 2
@@ -379,7 +379,7 @@ class FirstStepCheck:
             # The shares of the whole batch are what counts, and what begins with more samples is seen in it only.
             is_more = question.is_whole and rows == first_rows(total) and question.is_cut_finer(rows)
             if answer is not None and fits and fine and (_is_doubtful(answer) or is_more):
-                earlier, rows, fine = (answer, rows), total, False
+                earlier, rows, fine = (answer, looked), total, False
                 continue
             missing = answer is None or not fits
             if missing and question.is_whole:
@@ -388,17 +388,21 @@ class FirstStepCheck:
                 answer is not None and earlier is not None and not _is_doubtful(answer) and _is_doubtful(earlier[0])
             )
             if earlier is not None and (missing or (by_chance and earlier[0].outcome not in _FAILED)):
-                (answer, rows), problem = earlier, ""  # what few samples gave holds
+                (answer, looked), problem = earlier, ""  # what few samples gave holds
             seconds = time.monotonic() - started
             return verdict_on(
-                self._members.replica_set.spec, question, self._name(rank), rows, answer, problem, seconds, unseen
+                self._members.replica_set.spec, question, self._name(rank), looked, answer, problem, seconds, unseen
             )
 
     def _name(self, rank: int) -> str:
         return self._members.cluster.name(rank)
 
-    def _ask(self, question: Question, rank: int, rows: int, fine: bool = False) -> tuple[Finding | None, str]:
-        """Ask a worker; without an answer, why there is none. It is asked once: code that ends one worker may end all."""
+    def _ask(self, question: Question, rank: int, rows: int, fine: bool = False) -> tuple[Finding | None, str, int]:
+        """Ask a worker once, for code that ends one worker may end all; about fewer samples where these have many bytes.
+
+        Returns:
+            Its answer; without one, why there is none; and about how many samples it was asked.
+        """
         replicas, cluster = self._members.replica_set, self._members.cluster
         self._request = replicas.next_request()
         self._answers.clear()
@@ -409,10 +413,11 @@ class FirstStepCheck:
                 return (
                     None,
                     f"{rows} samples, whole and cut, have {show_bytes(nbytes)}, and at most {show_bytes(_MOST_BYTES)} are sent",
+                    rows,
                 )
             return self._ask(question, rank, 2)
         if not self._gate.affords(nbytes):
-            return None, f"its {show_bytes(nbytes)} have no room in the budget"
+            return None, f"its {show_bytes(nbytes)} have no room in the budget", rows
         with self._gate.aside():
             cluster.send(rank, message, buffers)
             owed = OwedAnswer(rank, f"check of {rows}", self._request, "it compares a batch with its pieces")
@@ -420,7 +425,7 @@ class FirstStepCheck:
                 self._job.pump(lambda: rank in self._answers or rank not in self._job.ready or rank not in replicas.at)
         came = self._answers.get(rank)
         answer = None if came is None else came.finding
-        return answer, "" if answer is not None else f"{self._name(rank)} was lost, or broke off, meanwhile"
+        return answer, "" if answer is not None else f"{self._name(rank)} was lost, or broke off, meanwhile", rows
 
 
 def _is_doubtful(answer: Finding) -> bool:

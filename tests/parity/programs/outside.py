@@ -206,6 +206,14 @@ PROGRAMS = [
     Program(name="activity penalty, kept by a hook", model=by_hook, **_STEP),
     Program(name="divided by the width of a layer", model=ByWidth, **_LOSS),
     Program(name="skip through a global", model=skip_through_a_global, told={"pipeline": APART}, **_LOSS),
+    Program(
+        name="skip through a global, strict",
+        model=skip_through_a_global,
+        options={"check": "strict"},
+        modes=("pipeline",),
+        refused={"pipeline": "That step is kept"},
+        **_LOSS,
+    ),
     Program(name="clock shared by two layers", model=shared_clock, refused={"pipeline": SHARED}, **_LOSS),
     Program(
         name="loss that decays all weights",

@@ -64,11 +64,16 @@ def test_names_and_functions_make_optimizers() -> None:
         (Factory("LBFGS"), "several times in one step"),
         (Factory("SparseAdam"), "sparse"),
         (Factory("none"), "returned a NoneType"),
+        (Factory("rateless"), "'rateless' has a parameter group without 'lr'"),
         (Factory("stranger"), "1 tensors that are not parameters"),
     ],
 )
 def test_mistakes_of_the_optimizer_are_named(factory: Factory, says: str) -> None:
-    names = {"none": lambda named: None, "stranger": lambda named: optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)}
+    names = {
+        "none": lambda named: None,
+        "stranger": lambda named: optim.SGD([torch.zeros(1, requires_grad=True)], 1.0),
+        "rateless": lambda named: optim.Optimizer([p for _, p in named], {}),
+    }
     with pytest.raises(ConfigError, match=says):
         build_optimizer(factory, model().named_parameters(), resolver(**names))
 
