@@ -78,6 +78,31 @@ def test_mistakes_of_the_optimizer_are_named(factory: Factory, says: str) -> Non
         build_optimizer(factory, model().named_parameters(), resolver(**names))
 
 
+class Holding(optim.Optimizer):
+    """Steps by another optimizer, and may return its state."""
+
+    def __init__(self, named: list, returns: bool, momentum: float = 0.9) -> None:
+        super().__init__([p for _, p in named], {"lr": 0.1})
+        self.returns, self.inner = returns, [optim.SGD([p for _, p in named], lr=0.1, momentum=momentum)]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner[0].step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **({"state": self.inner[0].state_dict()["state"]} if self.returns else {})}
+
+
+def test_state_of_an_optimizer_inside_another_must_be_in_its_state_dict() -> None:
+    def make(**words: Any) -> optim.Optimizer:
+        return build_optimizer(
+            Factory("Holding", words), model().named_parameters(), resolver(Holding=lambda *a, **k: Holding(*a, **k))
+        )
+
+    assert isinstance(make(returns=True), Holding) and isinstance(make(returns=False, momentum=0.0), Holding)
+    with pytest.raises(ConfigError, match="'Holding' holds another one in its 'inner', whose state its own state_dict"):
+        make(returns=False)
+
+
 def test_a_raising_function_is_a_preparation_error() -> None:
     def broken(named: list) -> None:
         raise KeyError("decay")
