@@ -120,8 +120,8 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
         if left_out:
             raise ConfigError(
                 f"optimizer {name!r} holds another one in its {left_out!r}, whose state its own state_dict() leaves out, so it "
-                "could reach neither a worker that joins nor a checkpoint: keep what it remembers in self.state[parameter], or return "
-                "the state of both under 'state' in state_dict(), and take it in load_state_dict()"
+                "could reach neither a worker that joins nor a checkpoint: keep what it remembers in self.state[parameter], or "
+                "return the state of both under 'state' in state_dict(), and take it in load_state_dict()"
             )
     return made
 
