@@ -113,17 +113,24 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
     if name not in _OPTIMIZERS and not name.startswith(
         "@"
     ):  # one in the user's own process is there once, and is not tried
-        again = partial(build, "optimizer", name, found, from_torch=False, args=factory.args)
-        needs_closure, left_out = _try_step(again, pairs, is_class)
-        if needs_closure:
-            raise ConfigError(_CLOSURE.format(name))
-        if left_out:
-            raise ConfigError(
-                f"optimizer {name!r} holds another one in its {left_out!r}, whose state its own state_dict() leaves out, so it "
-                "could reach neither a worker that joins nor a checkpoint: keep what it remembers in self.state[parameter], or "
-                "return the state of both under 'state' in state_dict(), and take it in load_state_dict()"
-            )
+        _refuse_by_trial(
+            name, partial(build, "optimizer", name, found, from_torch=False, args=factory.args), pairs, is_class
+        )
     return made
+
+
+def _refuse_by_trial(
+    name: str, again: Callable[[Any], Any], named: Sequence[tuple[str, nn.Parameter]], is_class: bool
+) -> None:
+    needs_closure, left_out = _try_step(again, named, is_class)
+    if needs_closure:
+        raise ConfigError(_CLOSURE.format(name))
+    if left_out:
+        raise ConfigError(
+            f"optimizer {name!r} holds another one in its {left_out!r}, whose state its own state_dict() leaves out, so it could "
+            "reach neither a worker that joins nor a checkpoint: keep what it remembers in self.state[parameter], or return the "
+            "state of both under 'state' in state_dict(), and take it in load_state_dict()"
+        )
 
 
 def _try_step(

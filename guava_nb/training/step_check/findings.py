@@ -246,10 +246,7 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
     together = _TOGETHER_IN_STAGES if pipeline else _TOGETHER
     if WEIGHTS in answer.causes:
         yield f"{_WRONG_WEIGHTS} {together}"
-    if SUM in answer.causes:
-        yield _WRONG_SUM
-    if COUNT in answer.causes:
-        yield _WRONG_COUNT
+    yield from (sentence for cause, sentence in ((SUM, _WRONG_SUM), (COUNT, _WRONG_COUNT)) if cause in answer.causes)
     if FREQUENCY in answer.causes:
         yield f"{_BY_FREQUENCY} {_TOGETHER_IN_STAGES if pipeline else _ON_ONE}"
     if BACKWARD in answer.causes:
