@@ -101,6 +101,8 @@ def _holds_same(value: Any, content: Any) -> bool:
 def _find_modules(names: dict[str, Any] | None, found: dict[int, dict[str, Any]]) -> None:
     if names is None or id(names) in found or not is_own(names) or len(found) >= _MOST_MODULES:
         return
+    if names.get("__name__") == "__main__":  # of a notebook that is a worker itself: its user may go on in it meanwhile
+        return
     found[id(names)] = names
     for value in list(names.values()):
         _find_modules(_globals_of(value), found)

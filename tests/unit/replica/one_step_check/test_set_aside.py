@@ -60,6 +60,14 @@ def test_names_of_a_shared_cell_are_kept_though_it_is_no_module_that_python_know
     assert cell.BUILT == [] and not hasattr(cell, "late")
 
 
+def test_names_of_a_notebook_or_script_are_its_user_s() -> None:
+    main: dict[str, object] = {"__name__": "__main__"}
+    exec("def build(): globals()['newest'] = 1", main)
+    with names_kept([main["build"]]):
+        main["build"]()  # type: ignore[operator]
+    assert main["newest"] == 1
+
+
 def test_names_of_installed_packages_are_left_alone() -> None:
     with names_kept([nn.Linear, torch.sum, len]):
         nn.added = 1  # type: ignore[attr-defined]
