@@ -24,6 +24,7 @@ from guava_nb.training.first_step_check import (
     digest_of,
     first_rows,
     found_before,
+    has_whole_twin,
     is_looked_at_whole,
     later_checks,
     weights_of_pieces,
@@ -104,7 +105,9 @@ def _step_checks(run: RunFacts) -> Traffic:
     """Return what one worker is asked before the first step and later ones; where it finds something it is asked once more."""
     first = next((batch for group in run.train.groups for batch in group if batch.rows > 1), None)
     weights = weights_of_pieces(run.spec, run.plan.weights(range(run.workers)))
-    if run.plan.check == "off" or run.spec.rounds is not None or first is None or len(weights) < 2:
+    is_cut = len(weights) > 1
+    has_question = is_cut or has_whole_twin(run.replica_set)
+    if run.plan.check == "off" or run.spec.rounds is not None or first is None or not has_question:
         return NOTHING
     splitter = RowSplitter(run.plan.split_fn, run.plan.feed.reading)
     if splitter.problem:
@@ -119,6 +122,7 @@ def _step_checks(run: RunFacts) -> Traffic:
     whole = (is_known is None) + sum(map(is_looked_at_whole, looked))
     asked = [(few, True, later_checks(steps) + (is_known is None))]
     asked += [(first.rows, False, whole)] if question.is_cut_finer(few) else []
+    asked = asked if is_cut else [(first.rows, False, 1)]
     total = NOTHING
     for rows, fine, times in asked:
         message, buffers = question.message(run.replica_set.run_id, 1, rows, fine)

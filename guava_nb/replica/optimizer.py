@@ -23,6 +23,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from guava_nb.errors import ConfigError
+from guava_nb.nested import leaves
 from guava_nb.protocol.messages import Factory
 from guava_nb.spec.factories import Resolve, build, find
 from guava_nb.spec.loading import loading_without_collections
@@ -112,16 +113,38 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
     if name not in _OPTIMIZERS and not name.startswith(
         "@"
     ):  # one in the user's own process is there once, and is not tried
-        again = partial(build, "optimizer", name, found, from_torch=False, args=factory.args)
-        if _needs_closure(again, pairs, is_class):
-            raise ConfigError(_CLOSURE.format(name))
+        _refuse_by_trial(
+            name, partial(build, "optimizer", name, found, from_torch=False, args=factory.args), pairs, is_class
+        )
     return made
 
 
-def _needs_closure(make: Callable[[Any], Any], named: Sequence[tuple[str, nn.Parameter]], is_class: bool) -> bool:
-    """Whether a step raises unless it is given a function that computes the loss again; tried on small stand-ins."""
+def _refuse_by_trial(
+    name: str, again: Callable[[Any], Any], named: Sequence[tuple[str, nn.Parameter]], is_class: bool
+) -> None:
+    needs_closure, left_out = _try_step(again, named, is_class)
+    if needs_closure:
+        raise ConfigError(_CLOSURE.format(name))
+    if left_out:
+        raise ConfigError(
+            f"optimizer {name!r} holds another one in its {left_out!r}, whose state its own state_dict() leaves out, so it could "
+            "reach neither a worker that joins nor a checkpoint: keep what it remembers in self.state[parameter], or return the "
+            "state of both under 'state' in state_dict(), and take it in load_state_dict()"
+        )
+
+
+def _try_step(
+    make: Callable[[Any], Any], named: Sequence[tuple[str, nn.Parameter]], is_class: bool
+) -> tuple[bool, str]:
+    """Take a step on small stand-ins.
+
+    Returns:
+        Whether it raises unless it is given a function that computes the loss again; and the attribute with another optimizer
+        whose state is not in the state dict, "" for none.
+    """
     stand_ins = [(name, _stand_in(parameter)) for name, parameter in named]
     called: list[bool] = []
+    left_out = ""
 
     def closure() -> Tensor:
         called.append(True)
@@ -133,8 +156,19 @@ def _needs_closure(make: Callable[[Any], Any], named: Sequence[tuple[str, nn.Par
             optimizer.step()
         except Exception:  # of the user's code; without a closure, or for another reason that its first step will tell
             optimizer.step(closure)
-            return bool(called)
-    return bool(called)
+            return bool(called), ""
+        left_out = _left_out(optimizer)
+    return bool(called), left_out
+
+
+def _left_out(optimizer: Optimizer) -> str:
+    """Name an attribute with an optimizer that has state of which the state dict of this one has nothing; "" for none."""
+    carried = {id(leaf) for leaf in leaves(optimizer.state_dict())}
+    for name, value in vars(optimizer).items():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, Optimizer) and {id(leaf) for leaf in leaves(list(one.state.values()))} - carried:
+                return name
+    return ""
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
@@ -203,6 +237,11 @@ def _check_state(name: str, optimizer: Optimizer) -> None:
 def _check_owned(name: str, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> None:
     own = {id(p) for _, p in named}
     strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if not all("lr" in group for group in optimizer.param_groups):
+        raise ConfigError(
+            f"optimizer {name!r} has a parameter group without 'lr', where schedules and the history of a run read the learning "
+            "rate: give it there, as in super().__init__(params, {'lr': 0.01})"
+        )
     if strangers:
         raise ConfigError(
             f"optimizer {name!r} holds {strangers} tensors that are not parameters of the model; use those it was given"

@@ -119,7 +119,8 @@ class TrainingOptions:
         scheduler_metric: what a scheduler such as ReduceLROnPlateau follows: "loss" of the validation (without one, of the
             epoch), its "accuracy" (with mode "max"), or one of `metrics`; by default "loss".
         max_grad_norm: largest global L2 norm of the gradients; 0: no clipping; by default the configuration's, None: none.
-        accumulation_steps: loader batches per optimizer step; by default the configuration's.
+        accumulation_steps: loader batches per optimizer step, which takes the mean over all their samples, also where the last
+            ones are fewer or smaller; by default the configuration's.
         sync: when workers exchange what they learned: "step" sums the gradients of every step, and equals training on one
             machine; "local" lets each worker take `sync_every` steps on its own part of the batches and then takes one common
             step, which sends that much less over slow lines and is another algorithm (DiLoCo, local SGD). Data mode at the hub.

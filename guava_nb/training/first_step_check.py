@@ -33,7 +33,7 @@ from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.errors import ConfigError
 from guava_nb.nested import leaves
 from guava_nb.protocol.messages import Finding, ParallelSpec, RunSpec, StepChecked
-from guava_nb.replica.one_step_check.whole_against_cut import BACKWARD, COUPLED, SUM, WEIGHTS
+from guava_nb.replica.one_step_check.whole_against_cut import BACKWARD, COUNT, COUPLED, FREQUENCY, SUM, WEIGHTS
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.membership import Membership
@@ -41,10 +41,11 @@ from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.run import Run
 from guava_nb.training.step_check.batch_traits import BatchTraits
 from guava_nb.training.step_check.findings import OUT_OF_MEMORY, Question, Verdict, about_hooks, verdict_on
+from guava_nb.training.step_check.first_step import can_be_compared, difference, sentence_on
 
 __all__ = [
-    "FirstStepCheck", "digest_of", "first_rows", "found_before", "is_looked_at_whole", "is_round", "later_checks",
-    "weights_of_pieces",
+    "FirstStepCheck", "digest_of", "first_rows", "found_before", "has_whole_twin", "is_looked_at_whole", "is_round",
+    "later_checks", "weights_of_pieces",
 ]  # fmt: skip
 
 #: Samples that are sent first; a batch of at most twice as many is sent whole.
@@ -114,6 +115,12 @@ def _is_in_parts(spec: RunSpec) -> bool:
     return shape is not None and (shape.zero_stage >= 2 or shape.tp > 1 or shape.pp > 1)
 
 
+def has_whole_twin(replicas: ReplicaSet) -> bool:
+    """Whether the model lies in parts, and the whole one that a worker builds has the weights with which the run begins."""
+    begins_as_built = replicas.from_seed and replicas.step == -1
+    return begins_as_built and _is_in_parts(replicas.spec) and not replicas.spec.sync_batchnorm
+
+
 class FirstStepCheck:
     """Checks a batch before the first step that is cut, and later ones: what couples samples may begin later.
 
@@ -138,6 +145,7 @@ class FirstStepCheck:
         self._request, self._kept = -1, dict[str, None]()
         self._idle, self._has_told_idle, self._has_told_change = "", False, False
         self._team: tuple[Sequence[int], int] | None = None  # with the generation of its group
+        self._has_twin = False
 
     def before(self, group: Sequence[LoadedBatch]) -> bool:
         """Check a step that is about to be issued, if nothing like it was checked before.
@@ -159,7 +167,7 @@ class FirstStepCheck:
         team = list(getattr(replicas, "team", ())) or self._members.available()
         weights = weights_of_pieces(replicas.spec, self._plan.weights(team))
         if len(weights) < 2:
-            return False
+            return self._look_at_whole(batch, weights, team[0])
         news, odd = self._news_in(group), self._cut_as_none_before(group, weights)
         if self._has_begun and not news and not self._is_due() and odd is None:
             return False
@@ -257,6 +265,7 @@ class FirstStepCheck:
 
     def _first(self, question: Question, rank: int) -> bool:
         replicas, data = self._members.replica_set, self._plan.feed.data_set
+        self._has_twin = has_whole_twin(replicas)
         digest = digest_of(replicas, question.content, question.weights)
         verdict = known = found_before(replicas, digest, data)
         if verdict is None:
@@ -269,6 +278,45 @@ class FirstStepCheck:
         if known is None and (hooked := about_hooks(replicas.master.model)):
             self._members.cluster.notice(hooked)
         return known is None
+
+    def _look_at_whole(self, batch: LoadedBatch, weights: tuple[float, ...], rank: int) -> bool:
+        """Have a worker compute the first batch with the whole model, where nothing but the model is cut."""
+        replicas = self._members.replica_set
+        if self._has_begun or not has_whole_twin(replicas):
+            return False
+        self._has_begun = self._has_twin = True
+        content = batch.batch.read() if isinstance(batch.batch, Unread) else batch.batch
+        question, started = Question(batch, content, weights, self._splitter, self._step), time.monotonic()
+        answer, problem, rows = self._ask(question, rank, batch.rows)
+        if answer is not None and answer.outcome == "same":
+            seconds = time.monotonic() - started
+            name = self._name(rank)
+            self._run.check = {
+                **verdict_on(replicas.spec, question, name, rows, answer, problem, seconds).record, "known": False,
+            }  # fmt: skip
+        return True
+
+    def after(self, step: dict[str, Any]) -> None:
+        """Compare the run's first step with what the whole model gave, where its workers have parts of the model.
+
+        Args:
+            step: its record in the history.
+
+        Raises:
+            ConfigError: they differ, and the run is strict.
+        """
+        check = self._run.check
+        is_first = len(self._run.history) == 1 and self._step >= 0
+        if check is None or not (is_first and self._has_twin) or not can_be_compared(check, step):
+            return
+        check["first_step_difference"] = unlike = difference(check, step)
+        text = sentence_on(check, step, self._run.mode)
+        if unlike and self._plan.check == "strict":
+            raise ConfigError(f"{text}. That step is kept")
+        if unlike:
+            warnings.warn(text, stacklevel=2)
+        if unlike or self._run.mode == "tensor":  # elsewhere the check has told that it was made
+            self._members.cluster.notice(text)
 
     def _again(self, question: Question, rank: int) -> None:
         """Check another step. What is known already is not told again."""
@@ -310,9 +358,9 @@ class FirstStepCheck:
             raise ConfigError(verdict.sentence + kept)
         self._members.cluster.notice(verdict.sentence + again)
         # A notice is seen where somebody looks for it.
-        if {BACKWARD, SUM, WEIGHTS, COUPLED} & set(verdict.record.get("causes", ())) or verdict.record.get(
-            "unlike_in_python"
-        ):
+        if {BACKWARD, COUNT, FREQUENCY, SUM, WEIGHTS, COUPLED} & set(
+            verdict.record.get("causes", ())
+        ) or verdict.record.get("unlike_in_python"):
             warnings.warn(verdict.sentence, stacklevel=2)
 
     # ------------------------------------------------------------------------------------------------------- asking
@@ -324,7 +372,7 @@ class FirstStepCheck:
         started, total = time.monotonic(), question.batch.rows
         rows, earlier, fine, unseen = first_rows(total), None, True, ""
         while True:
-            answer, problem = self._ask(question, rank, rows, fine)
+            answer, problem, looked = self._ask(question, rank, rows, fine)
             fits = answer is None or answer.outcome != OUT_OF_MEMORY
             if answer is not None and not fits and earlier is None and rows >= 4:
                 rows //= 2
@@ -332,7 +380,7 @@ class FirstStepCheck:
             # The shares of the whole batch are what counts, and what begins with more samples is seen in it only.
             is_more = question.is_whole and rows == first_rows(total) and question.is_cut_finer(rows)
             if answer is not None and fits and fine and (_is_doubtful(answer) or is_more):
-                earlier, rows, fine = (answer, rows), total, False
+                earlier, rows, fine = (answer, looked), total, False
                 continue
             missing = answer is None or not fits
             if missing and question.is_whole:
@@ -341,17 +389,21 @@ class FirstStepCheck:
                 answer is not None and earlier is not None and not _is_doubtful(answer) and _is_doubtful(earlier[0])
             )
             if earlier is not None and (missing or (by_chance and earlier[0].outcome not in _FAILED)):
-                (answer, rows), problem = earlier, ""  # what few samples gave holds
+                (answer, looked), problem = earlier, ""  # what few samples gave holds
             seconds = time.monotonic() - started
             return verdict_on(
-                self._members.replica_set.spec, question, self._name(rank), rows, answer, problem, seconds, unseen
+                self._members.replica_set.spec, question, self._name(rank), looked, answer, problem, seconds, unseen
             )
 
     def _name(self, rank: int) -> str:
         return self._members.cluster.name(rank)
 
-    def _ask(self, question: Question, rank: int, rows: int, fine: bool = False) -> tuple[Finding | None, str]:
-        """Ask a worker; without an answer, why there is none. It is asked once: code that ends one worker may end all."""
+    def _ask(self, question: Question, rank: int, rows: int, fine: bool = False) -> tuple[Finding | None, str, int]:
+        """Ask a worker once, for code that ends one worker may end all; about fewer samples where these have many bytes.
+
+        Returns:
+            Its answer; without one, why there is none; and about how many samples it was asked.
+        """
         replicas, cluster = self._members.replica_set, self._members.cluster
         self._request = replicas.next_request()
         self._answers.clear()
@@ -362,10 +414,11 @@ class FirstStepCheck:
                 return (
                     None,
                     f"{rows} samples, whole and cut, have {show_bytes(nbytes)}, and at most {show_bytes(_MOST_BYTES)} are sent",
+                    rows,
                 )
             return self._ask(question, rank, 2)
         if not self._gate.affords(nbytes):
-            return None, f"its {show_bytes(nbytes)} have no room in the budget"
+            return None, f"its {show_bytes(nbytes)} have no room in the budget", rows
         with self._gate.aside():
             cluster.send(rank, message, buffers)
             owed = OwedAnswer(rank, f"check of {rows}", self._request, "it compares a batch with its pieces")
@@ -373,7 +426,7 @@ class FirstStepCheck:
                 self._job.pump(lambda: rank in self._answers or rank not in self._job.ready or rank not in replicas.at)
         came = self._answers.get(rank)
         answer = None if came is None else came.finding
-        return answer, "" if answer is not None else f"{self._name(rank)} was lost, or broke off, meanwhile"
+        return answer, "" if answer is not None else f"{self._name(rank)} was lost, or broke off, meanwhile", rows
 
 
 def _is_doubtful(answer: Finding) -> bool:

@@ -98,7 +98,7 @@ class TrainingJob(Job):
         self.window = window = StepWindow(self, members, plan, exchange, credit)
         self.budget_gate = gate = BudgetGate(members, window.drain, plan.budget)
         walk.before_batch = gate.before_batch
-        self._check = FirstStepCheck(self, members, plan, run, gate, window.drain)
+        self._check = accounting.check = FirstStepCheck(self, members, plan, run, gate, window.drain)
         self.files = RunFiles(self, replica_set, plan, accounting)
         self.snapshots = Snapshots(self, replica_set, plan, run, accounting)
         self._boundary = Boundary(

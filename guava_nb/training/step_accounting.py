@@ -14,6 +14,7 @@ from guava_nb.protocol.messages import Commit, StepApplied
 from guava_nb.sync.beginning import Beginning
 from guava_nb.sync.step_in_flight import StepInFlight
 from guava_nb.telemetry.run_energy import RunEnergy
+from guava_nb.training.first_step_check import FirstStepCheck
 from guava_nb.training.membership import Membership
 from guava_nb.training.plan import Position, Snapshot, TrainingPlan
 from guava_nb.training.poison_samples import PoisonSamples
@@ -38,6 +39,7 @@ class StepAccounting:
         first_step: number of the run's first step.
         team: members that the last step was issued to; () when the next ones are no change.
         poison: samples over which workers were lost.
+        check: looks at the record of each step; None: nobody does.
     """
 
     def __init__(self, membership: Membership, plan: TrainingPlan, run: Run, energy: RunEnergy, call: CallHook) -> None:
@@ -52,6 +54,7 @@ class StepAccounting:
         self.first_step = self._replica_set.step + 1
         self.team: tuple[int, ...] = ()
         self.poison = PoisonSamples()
+        self.check: FirstStepCheck | None = None
         self._ledger = SampleLedger()
         self._feed_epoch, self._feed_batches = plan.start.epoch, plan.start.batches
         self._told_empty = self._told_count = False
@@ -105,6 +108,8 @@ class StepAccounting:
         if self._replica_set.spec.rounds is not None:
             record |= {"round": machine.step + 1, "steps": machine.num_steps, "gradient_norm": None}
         self._run.add_step(record)
+        if self.check is not None:
+            self.check.after(record)
         if steps // self._plan.log_step_every > before // self._plan.log_step_every:
             log.info("%s: step %d, epoch %d, loss %.6g", self._run.run_id, steps, step.epoch + 1, record["loss"])
         self.call("on_step", record)

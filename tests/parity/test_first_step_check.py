@@ -17,6 +17,7 @@ from guava_nb.errors import ConfigError, TrainingError
 from guava_nb.protocol.messages import CheckStep, Factory, Message, RunSpec, StepChecked
 from guava_nb.replica.one_step_check import whole_against_cut
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
+from guava_nb.training import first_step_check
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.run import Run
 from tests.support.direct import DirectWorker, make_cluster
@@ -312,6 +313,15 @@ def test_a_large_batch_that_does_not_fit_is_told_by_its_few_samples(
     monkeypatch.setattr(whole_against_cut._Trial, "measure", narrow)
     found = Session(cluster).check("info_nce", rows=64).result().check
     assert (found["samples"], found["causes"]) == (8, ["coupled"])
+
+
+def test_of_samples_with_many_bytes_as_many_are_told_as_were_looked_at(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_step_check, "_FEW_BYTES", 1)
+    monkeypatch.setattr(first_step_check, "_MOST_BYTES", 1500)
+    found = Session(cluster).check("info_nce", rows=64).result().check
+    assert (found["samples"], found["causes"]) == (2, ["coupled"])
 
 
 @pytest.mark.parametrize("site", ["workers", "orchestrator"])

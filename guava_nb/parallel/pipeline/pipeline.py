@@ -23,6 +23,7 @@ from guava_nb.parallel.pipeline.microbatch_sums import MicrobatchSums
 from guava_nb.parallel.pipeline.microbatches import count_micro_batches, cut_rows, micro_batch_sizes
 from guava_nb.parallel.pipeline.pipeline_setup import Hooks, PipelinePlace, check_spec, costs_for
 from guava_nb.parallel.pipeline.schedule_cache import ScheduleCache
+from guava_nb.parallel.pipeline.shared_state import SharedState
 from guava_nb.parallel.pipeline.stages import Split, split_model
 from guava_nb.parallel.pipeline.tied_parameters import TiedParameters
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
@@ -86,6 +87,8 @@ class PipelinePart(ModelPart):
         self._order = FullOrder.of(model, optimizer)
         self._split = split_model(model, self._total, spec.split, costs_for(spec, example))
         self.stage_parameters = tuple(sum(p.numel() for p in stage.parameters()) for stage in self._split.modules)
+        held = {rank: self._split.modules[rank :: self._ranks] for rank in range(self._ranks)}
+        self._shared = SharedState(held, self._rank)
         self._stages = {
             index: self._prepare(self._split.modules[index]) for index in range(self._rank, self._total, self._ranks)
         }
@@ -186,8 +189,10 @@ class PipelinePart(ModelPart):
             tally.add(found)
             return found.value * (0.0 if stand_in else found.weight * factor)
 
+        self._shared.begin()
         with explaining_few_rows(*self._stages.values()):
             self._programs.run(inputs, parts, sizes, loss)
+        self._shared.check()
         self._rows += 0 if stand_in else rows
         return tally.measured(0 if stand_in else rows)
 

@@ -143,8 +143,8 @@ class _Search:
 
     def prove(self, proposal: PlanCandidate) -> tuple[Plan | None, bool]:
         module = self.modules[proposal.parent]
-        if any(self.places[self.modules[name]] > 1 for name in proposal.names):
-            # It runs in two places, of which a try sees one.
+        if any(self.places[self.modules[name]] > 1 for name in proposal.names) or _has_hooks_inside(module):
+            # It runs in two places, of which a try sees one; or what hooks do with activations lies outside the module.
             return None, True
         key = (module_fingerprint(module), repr(proposal.plans))
         if key not in self.proofs:
@@ -288,8 +288,15 @@ def _elsewhere(region: Region, aliases: Mapping[str, list[str]]) -> list[Region]
 
 def _is_bare(module: nn.Module, *classes: type[_Layer]) -> TypeGuard[_Layer]:
     """Whether a module is of one of these classes, not of a subclass, and has no hooks: those stay on the whole module only."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) in classes and not any(hooks)
+    return type(module) in classes and not _has_hooks(module)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
+def _has_hooks_inside(module: nn.Module) -> bool:
+    return any(_has_hooks(part) for part in module.modules() if part is not module)
 
 
 def _is_vocab(module: nn.Module) -> bool:

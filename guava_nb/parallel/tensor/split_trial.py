@@ -2,16 +2,17 @@
 
 No rule about names or classes knows what a user's forward does between two layers. So the split is run: as many
 threads as there will be ranks each get a copy of the module, split for their rank, and random inputs in float64, in
-both modes and of several sizes; outputs, every gradient and all buffers are compared with the whole module's. What
-fails is not split that way. What only other numbers would show is for tensor_check.py.
+both modes and of several sizes; outputs, every gradient, all buffers and what the forward leaves in attributes are compared
+with the whole module's. What fails is not split that way. What only other numbers would show is for tensor_check.py.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ __all__ = ["SplitTrial", "try_split"]
 _CLOSE = 1e-8
 _WAIT_S = 60.0
 _MAX_BYTES = 1 << 31
+#: Whose modules leave nothing in attributes that a user reads: torch's, and the layers here.
+_NOT_USERS = ("torch.nn", "guava_nb.")
 #: Whether training, and what the random input is multiplied with. Training last, so that its state counts in both.
 _TRIES = ((False, 1.0), (True, 1.0), (True, 0.01), (True, 30.0), (False, 30.0), (False, 0.01), (True, 1.0))
 
@@ -81,6 +84,7 @@ class _Run:
     output: Tensor
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
+    left: dict[str, Tensor]
 
     @property
     def finite(self) -> bool:
@@ -140,6 +144,7 @@ def _tell(story: _Story, module: nn.Module, given: Tensor, count: int) -> None:
 
 def _run(module: nn.Module, given: Tensor, count: int) -> _Run:
     module.zero_grad()
+    before = _attributes(module)
     leaf = given.clone().requires_grad_()
     with torch.enable_grad():
         with WithoutRandomness():
@@ -151,7 +156,30 @@ def _run(module: nn.Module, given: Tensor, count: int) -> _Run:
             total.backward()  # type: ignore[no-untyped-call]
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    return _Run(torch.cat([o.detach().reshape(-1) for o in outputs]), {**gradients, "<input>": leaf.grad}, buffers)
+    output = torch.cat([o.detach().reshape(-1) for o in outputs])
+    return _Run(output, {**gradients, "<input>": leaf.grad}, buffers, _left(before, _attributes(module)))
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What the user's modules hold in attributes, by path: a loss or a step may read it there after a forward."""
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        if not type(part).__module__.startswith(_NOT_USERS):
+            own = {key: value for key, value in vars(part).items() if not key.startswith("_") and key != "training"}
+            found.update((f"{name}.{key}", one) for key, one in own.items() if type(one) in (int, float))
+            found.update(
+                (f"{name}.{key}.{number}", leaf) for key in own for number, leaf in enumerate(leaves(own[key]))
+            )
+    return found
+
+
+def _left(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors that attributes hold after a forward, and the numbers that it has changed there."""
+    numbers = {n: v for n, v in after.items() if type(v) in (int, float) and before.get(n) != v}
+    tensors = {
+        n: v.detach().clone() for n, v in after.items() if isinstance(v, Tensor) and not isinstance(v, nn.Parameter)
+    }
+    return tensors | {n: torch.tensor(v, dtype=torch.float64) for n, v in numbers.items()}
 
 
 def _split_stories(original: nn.Module, given: Tensor, count: int, ranks: int, split: Split) -> list[_Story]:
@@ -188,7 +216,7 @@ def _compare(whole: _Story, stories: list[_Story]) -> SplitTrial:
         if not run.finite and _TRIES[number][1] != 1.0:
             continue  # too large for this module: nothing to compare
         parts = [story.runs[number] for story in stories]
-        if not all(_close(part.output, run.output) and _same_buffers(part, run) for part in parts):
+        if not all(_close(part.output, run.output) and _same_state(part, run) for part in parts):
             return SplitTrial(True, False)
         for name in run.gradients:
             whole_here, summed = _gradient(name, run, parts, cuts)
@@ -216,10 +244,9 @@ def _gradient(
     return alike, all(part.shape == wanted.shape for part in have) and _close(torch.stack(have).sum(0), wanted)
 
 
-def _same_buffers(part: _Run, whole: _Run) -> bool:
-    return part.buffers.keys() == whole.buffers.keys() and all(
-        _close(part.buffers[name], buffer) for name, buffer in whole.buffers.items()
-    )
+def _same_state(part: _Run, whole: _Run) -> bool:
+    mine, its = ({**run.buffers, **run.left} for run in (part, whole))
+    return mine.keys() == its.keys() and all(_close(mine[name], value) for name, value in its.items())
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -65,7 +65,7 @@ class ColumnLinear(nn.Module):
         self.gathers_late = False
         self.randomness: SplitRandomness | None = None
         self.lengths, self.order = _lengths(ranges), _order(ranges)
-        self.in_features, self.out_features = linear.in_features, self.lengths[ranks.rank]
+        self.in_features = linear.in_features
         own = ranges[ranks.rank]
         self.layouts = {"weight": Layout.ranges(tuple(linear.weight.shape), 0, own)}
         self.weight = part_of(linear.weight, self.layouts["weight"])
@@ -86,6 +86,11 @@ class ColumnLinear(nn.Module):
         whole = gather(output, self.ranks, self.lengths)
         return whole if self.order is None else whole.index_select(-1, self.order.argsort().to(whole.device))
 
+    @property
+    def out_features(self) -> int:
+        """Width of what comes out, which a user's forward may reckon with."""
+        return sum(self.lengths) if self.gathers or self.gathers_late else self.lengths[self.ranks.rank]
+
 
 class RowLinear(nn.Module):
     """A Linear of which each rank has some inputs; its output is whole. With `scatters` its input is whole too."""
@@ -96,7 +101,7 @@ class RowLinear(nn.Module):
         self.scatters = scatters
         self.randomness: SplitRandomness | None = None
         self.lengths, self.order = _lengths(ranges), _order(ranges)
-        self.in_features, self.out_features = self.lengths[ranks.rank], linear.out_features
+        self.out_features = linear.out_features
         self.layouts = {"weight": Layout.ranges(tuple(linear.weight.shape), 1, ranges[ranks.rank])}
         self.weight = part_of(linear.weight, self.layouts["weight"])
         self.bias = linear.bias
@@ -111,6 +116,11 @@ class RowLinear(nn.Module):
             input = scatter(input, self.ranks, self.lengths)
         output = total(functional.linear(input, self.weight), self.ranks)
         return output if self.bias is None else output + self.bias
+
+    @property
+    def in_features(self) -> int:
+        """Width of what goes in."""
+        return sum(self.lengths) if self.scatters else self.lengths[self.ranks.rank]
 
 
 class VocabEmbedding(nn.Module):

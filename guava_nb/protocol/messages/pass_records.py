@@ -146,6 +146,7 @@ class Finding(msgspec.Struct, frozen=True, array_like=True):
         compared: whole numbers that the loss compares targets with, or ignores.
         written: names of trained parameters that a forward writes into.
         written_unlike: of these, what the pieces would leave with other values.
+        gradient_norm: of the whole batch.
     """
 
     outcome: str
@@ -165,6 +166,7 @@ class Finding(msgspec.Struct, frozen=True, array_like=True):
     compared: tuple[int, ...] = ()
     written: tuple[str, ...] = ()
     written_unlike: tuple[str, ...] = ()
+    gradient_norm: float = 0.0
 
 
 class StepChecked(Message, frozen=True, kw_only=True):

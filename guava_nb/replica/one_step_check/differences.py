@@ -11,7 +11,17 @@ from torch import Tensor
 
 from guava_nb.replica.one_step_check.python_state import Kept
 
-__all__ = ["CLEAN", "ROUGH", "Measured", "differ", "differences", "is_spanned", "is_sum", "is_unlike"]
+__all__ = [
+    "CLEAN",
+    "ROUGH",
+    "Measured",
+    "differ",
+    "differences",
+    "is_counted_unlike",
+    "is_spanned",
+    "is_sum",
+    "is_unlike",
+]
 
 #: Relative differences that are taken for rounding. Where single precision gives more than `CLEAN`, double precision
 #: decides; `ROUGH` is for models that cannot compute in it. Parts that a model computes in float32 by itself stay.
@@ -27,6 +37,7 @@ class Measured:
         loss, gradients, buffers: of the step; by name.
         left: after each piece, what is kept in Python.
         written: after each piece, the parameters that were written into.
+        count: what the loss was divided by.
     """
 
     loss: float
@@ -34,6 +45,12 @@ class Measured:
     buffers: Mapping[str, Tensor]
     left: Sequence[Mapping[str, Kept]]
     written: Sequence[Mapping[str, Tensor]]
+    count: float = 0.0
+
+    @property
+    def gradient_norm(self) -> float:
+        """Of all gradients together."""
+        return math.hypot(*(_norm(gradient) for gradient in self.gradients.values()))
 
 
 def differences(a: Measured, b: Measured) -> tuple[float, float, str]:
@@ -42,8 +59,7 @@ def differences(a: Measured, b: Measured) -> tuple[float, float, str]:
     Gradients are compared with the norm of the whole gradient: the gradient of one parameter may be nothing but rounding.
     """
     by_loss = abs(a.loss - b.loss) / max(abs(a.loss), abs(b.loss), 1e-3)
-    size = math.hypot(*(_norm(g) for g in a.gradients.values()))
-    size = max(size, math.hypot(*(_norm(g) for g in b.gradients.values())), 1e-6)
+    size = max(a.gradient_norm, b.gradient_norm, 1e-6)
     each = {name: _distance(a.gradients.get(name), b.gradients.get(name)) for name in {**a.gradients, **b.gradients}}
     worst = max(each, key=lambda name: (math.isnan(each[name]), each[name]), default="")
     by_gradient = math.hypot(*each.values()) / size
@@ -92,6 +108,13 @@ def is_spanned(one: Measured, parts: Sequence[Measured]) -> bool:
     explained = float(weights @ products @ weights)
     total = dot(one, one)
     return abs(total - explained) <= 1e-9 * total
+
+
+def is_counted_unlike(one: Measured, parts: Sequence[Measured]) -> bool:
+    """Whether the sums of the losses agree, and the counts do not: one may be clamped."""
+    total, counted = sum(part.loss * part.count for part in parts), sum(part.count for part in parts)
+    is_same_sum = math.isclose(one.loss * one.count, total, rel_tol=1e-9, abs_tol=1e-12)
+    return is_same_sum and not math.isclose(one.count, counted, rel_tol=1e-9)
 
 
 def is_sum(one: Measured, parts: Sequence[Measured]) -> bool:

@@ -181,7 +181,7 @@ def _digest(leaves: Mapping[str, Any]) -> bytes:
 
 def adopt(own: nn.Module, other: nn.Module) -> None:
     """Take over the buffers, whole parameters and plain attributes that another module of the same structure has by now."""
-    theirs = dict(other.named_modules())
+    theirs, memo = dict(other.named_modules()), dict[int, Any]()  # what several modules share stays one thing
     with torch.no_grad():
         for name, module in own.named_modules():
             found = theirs.get(name)
@@ -197,7 +197,7 @@ def adopt(own: nn.Module, other: nn.Module) -> None:
             for key, value in vars(found).items():
                 if key not in _TORCHS and (key in vars(module) or isinstance(value, _PLAIN)) and _is_small(value):
                     with contextlib.suppress(Exception):  # what cannot be copied stays as it was built
-                        vars(module)[key] = _copied(value, {})
+                        vars(module)[key] = _copied(value, memo)
 
 
 def is_alike(one: Kept, other: Kept | None, tolerance: float) -> bool:
@@ -446,7 +446,7 @@ def _has_attributes(value: Any) -> bool:
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Copy a value; a tensor that was computed from parameters without its history, since torch copies none."""
     if isinstance(value, Tensor) and not value.is_leaf:
-        return value.detach().clone()
+        return memo.setdefault(id(value), value.detach().clone())
     if isinstance(value, torch.Generator):
         return value.clone_state()
     if isinstance(value, itertools.count):  # Python will not copy these any more

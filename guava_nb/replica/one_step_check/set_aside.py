@@ -1,18 +1,26 @@
-"""What a check leaves as it was: the run's model, objects that a name stands for, compiled modules."""
+"""What a check leaves as it was: the run's model, what names of the user's modules stand for, compiled modules."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from guava_nb.spec.factories import Resolve
+from guava_nb.spec.own_code import is_own, users_function
 
-__all__ = ["copying", "set_aside", "uncompiled"]
+__all__ = ["copying", "names_kept", "set_aside", "uncompiled"]
+
+#: What a factory may note itself in.
+_CONTAINERS = (list, dict, set, deque)
+#: Modules of the user's that are looked into.
+_MOST_MODULES = 200
 
 
 @contextlib.contextmanager
@@ -45,6 +53,75 @@ def copying(resolve: Resolve) -> Callable[[str], object]:
         return copy.deepcopy(found) if isinstance(found, nn.Module) else found
 
     return find
+
+
+@contextlib.contextmanager
+def names_kept(roots: Iterable[object]) -> Iterator[None]:
+    """Let names and containers of the user's modules hold the same objects after as before.
+
+    A factory that is called once more may note its model there, for a loss that reads its weights; the run's must stay.
+
+    Args:
+        roots: functions, classes and objects of the user's; their modules, and those that these import, are kept.
+    """
+    modules: dict[int, dict[str, Any]] = {}
+    for root in roots:
+        _find_modules(_globals_of(root), modules)
+    kept = [(names, dict(names)) for names in modules.values()]
+    classes = [one for names, _ in kept for one in names.values() if _is_of(one, names)]
+    attributes = [(one, dict(vars(one))) for one in classes]
+    held = [value for _, values in (*kept, *attributes) for name, value in values.items() if not name.startswith("__")]
+    containers = [(value, copy.copy(value)) for value in held if type(value) in _CONTAINERS]
+    try:
+        yield
+    finally:
+        for names, values in kept:
+            for name in names.keys() - values.keys():
+                del names[name]
+            names.update(values)
+        for one, values in attributes:
+            for name, value in values.items():
+                if not name.startswith("__") and vars(one).get(name) is not value:
+                    setattr(one, name, value)
+        for value, content in containers:
+            if not _holds_same(value, content):
+                value.clear()
+                (value.extend if isinstance(value, list | deque) else value.update)(content)
+
+
+def _holds_same(value: Any, content: Any) -> bool:
+    if len(value) != len(content):
+        return False
+    pairs = zip(value.items(), content.items(), strict=True) if isinstance(value, dict) else None
+    if pairs is not None:
+        return all(a[0] is b[0] and a[1] is b[1] for a, b in pairs)
+    return all(a is b for a, b in zip(value, content, strict=True))
+
+
+def _find_modules(names: dict[str, Any] | None, found: dict[int, dict[str, Any]]) -> None:
+    if names is None or id(names) in found or not is_own(names) or len(found) >= _MOST_MODULES:
+        return
+    if names.get("__name__") == "__main__":  # of a notebook that is a worker itself: its user may go on in it meanwhile
+        return
+    found[id(names)] = names
+    for value in list(names.values()):
+        _find_modules(_globals_of(value), found)
+
+
+def _globals_of(value: object) -> dict[str, Any] | None:
+    """The namespace of the module that a value is or comes from; None for what comes from none that can be told."""
+    value = users_function(value)
+    if isinstance(value, type(sys)):
+        return vars(value)
+    if hasattr(value, "__globals__"):
+        return value.__globals__  # type: ignore[no-any-return]
+    cls = value if isinstance(value, type) else type(value)
+    module = sys.modules.get(cls.__module__)
+    return None if module is None else vars(module)
+
+
+def _is_of(value: Any, names: dict[str, Any]) -> bool:
+    return isinstance(value, type) and value.__module__ == names.get("__name__")
 
 
 @contextlib.contextmanager

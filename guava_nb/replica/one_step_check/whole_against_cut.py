@@ -35,25 +35,34 @@ from guava_nb.replica.one_step_check.differences import (
     Measured,
     differ,
     differences,
+    is_counted_unlike,
     is_spanned,
     is_sum,
     is_unlike,
 )
 from guava_nb.replica.one_step_check.python_state import Kept, PythonState, adopt, is_alike, is_apart
-from guava_nb.replica.one_step_check.set_aside import copying, set_aside, uncompiled
+from guava_nb.replica.one_step_check.set_aside import copying, names_kept, set_aside, uncompiled
 from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather, no_process_group
+from guava_nb.replica.one_step_check.taken_away import WithoutFrequencies, fixed_statistics
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded
 from guava_nb.replica.shard import ShardWork
 from guava_nb.spec.factories import Resolve
+from guava_nb.spec.own_facts import roots_of
 from guava_nb.telemetry.tasks import uncounted
 
-__all__ = ["BACKWARD", "BATCH_STATISTICS", "COUPLED", "RANDOMNESS", "STATE", "SUM", "WEIGHTS", "compare"]
+__all__ = [
+    "BACKWARD", "BATCH_STATISTICS", "COUNT", "COUPLED", "FREQUENCY", "RANDOMNESS", "STATE", "SUM", "WEIGHTS", "compare",
+]  # fmt: skip
 
 #: Causes of a difference.
 BATCH_STATISTICS, RANDOMNESS, WEIGHTS, COUPLED = "batch_statistics", "randomness", "weights", "coupled"
 #: The loss adds its samples up where a mean was expected.
 SUM = "sum"
+#: The counts that a step returns for pieces do not add up to that of the whole batch.
+COUNT = "count"
+#: Embeddings divide gradients by how often an index stands in the batch.
+FREQUENCY = "frequency"
 #: The user's step calls backward by itself: that gradient counts in full, whatever the share of the samples.
 BACKWARD = "backward"
 #: Something out of reach changes with each call: the same batch gives another loss with the same random numbers.
@@ -106,14 +115,15 @@ def compare(
 def _attempt(
     replica: BaseReplica, spec: RunSpec, resolve: Resolve, precision: str, whole: _Pieces, pieces: _Pieces
 ) -> Finding:
-    resolve = copying(resolve)
-    if isinstance(replica, Replica):
-        with set_aside(replica.model) as is_touched:
-            found = _try(spec, precision, resolve, replica, replica.model, whole, pieces)
-            if not is_touched():
-                return found
-    # No whole model is here, or its copy leads back to it (a closure, say): it is built once more.
-    return _try(spec, precision, resolve, replica, None, whole, pieces)
+    roots, resolve = roots_of(spec, resolve).values(), copying(resolve)
+    with names_kept(roots):
+        if isinstance(replica, Replica):
+            with set_aside(replica.model) as is_touched:
+                found = _try(spec, precision, resolve, replica, replica.model, whole, pieces)
+                if not is_touched():
+                    return found
+        # No whole model is here, or its copy leads back to it (a closure, say): it is built once more.
+        return _try(spec, precision, resolve, replica, None, whole, pieces)
 
 
 def _try(
@@ -164,6 +174,7 @@ def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces) -> Finding:
         tuple(sorted(trial.drawn | trial.unruly)), trial.beside_norms(trial.moved_by(one)), kept=kept + counted, unlike=unlike,
         kept_looking=trial.moved_looking(kept, one, whole),
         compared=tuple(sorted(trial.compared)), written=trial.written, written_unlike=trial.written_unlike(one, many),
+        gradient_norm=one.gradient_norm,
     )  # fmt: skip
     if max(by_loss, by_gradient) > CLEAN:
         return replace(found, outcome="differs", causes=_causes(trial, whole, pieces, one))
@@ -186,6 +197,11 @@ def _causes(trial: _Trial, whole: _Pieces, pieces: _Pieces, one: Measured) -> tu
         if trial.has_backward or trial.has_gathered:
             return (*causes, BACKWARD if trial.has_backward else COUPLED)
         parts = [trial.measure([piece]) for piece in pieces]
+        with WithoutFrequencies() as evenly:
+            if not differ(trial.measure(whole), trial.measure(pieces)) and evenly.found:
+                return (*causes, FREQUENCY)
+    if is_counted_unlike(one, parts):
+        return (*causes, COUNT)
     if is_sum(one, parts):
         return (*causes, SUM)
     return (*causes, WEIGHTS if is_spanned(one, parts) else COUPLED)
@@ -300,7 +316,7 @@ class _Trial(Replica):
                 self._state.restore()
         scale = rows / count if count else 1.0
         loss = loss_sum / count if count else math.nan
-        return Measured(loss, {n: g * scale for n, g in gradients.items()}, buffers, left, written)
+        return Measured(loss, {n: g * scale for n, g in gradients.items()}, buffers, left, written, count)
 
     def _note_streams(self, now: Mapping[str, Kept]) -> None:
         streams = self._state.streams()
@@ -437,20 +453,13 @@ class _Trial(Replica):
 
     @contextlib.contextmanager
     def fixed_statistics(self) -> Iterator[bool]:
-        """Let batch norms use running statistics, the first ones where they keep none; gives whether some used the batch's."""
+        """Let batch norms use no batch's statistics; gives whether some did."""
         norms, self._norms = self._norms, []
-        before = [(norm.training, norm.running_mean, norm.running_var) for norm in norms]
-        some = next(iter(self._named.values()))
-        for norm in norms:
-            norm.training = False
-            if norm.running_mean is None:
-                norm.running_mean, norm.running_var = (some.new_full((norm.num_features,), one) for one in (0.0, 1.0))
         try:
-            yield bool(norms)
+            with fixed_statistics(norms, next(iter(self._named.values()))) as some:
+                yield some
         finally:
             self._norms = norms
-            for norm, kept in zip(norms, before, strict=True):
-                norm.training, norm.running_mean, norm.running_var = kept
 
     def beside_norms(self, names: Sequence[str]) -> tuple[str, ...]:
         """Leave the buffers of batch norms out."""

@@ -22,7 +22,9 @@ from guava_nb.protocol.messages import CheckStep, Finding, RunSpec
 from guava_nb.replica.one_step_check.whole_against_cut import (
     BACKWARD,
     BATCH_STATISTICS,
+    COUNT,
     COUPLED,
+    FREQUENCY,
     RANDOMNESS,
     STATE,
     SUM,
@@ -117,10 +119,8 @@ class Verdict:
 
 
 #: What a loss needs that compares samples.
-_TOGETHER = (
-    "gather what it compares (from guava_nb import gather_batch; z = gather_batch(z)), or have one worker do each batch "
-    "whole: shares=[1, 0] (--shares 1,0; a 0 for each further worker)"
-)
+_ON_ONE = "have one worker do each batch whole: shares=[1, 0] (--shares 1,0; a 0 for each further worker)"
+_TOGETHER = f"gather what it compares (from guava_nb import gather_batch; z = gather_batch(z)), or {_ON_ONE}"
 _TOGETHER_IN_STAGES = "take a mode without stages, or --micro-batches 1"
 _WRONG_WEIGHTS = (
     "The gradients of the pieces are right, but they count with wrong weights: return (loss_sum, count) instead of a mean, where "
@@ -130,6 +130,15 @@ _WRONG_WEIGHTS = (
 _WRONG_SUM = (
     "The loss adds up its samples, and what a step or an own criterion returns is taken for a mean over them, so each piece "
     "counts by its share only: return (loss_sum, count) for a mean, or (loss, None) for this sum as it is"
+)
+_WRONG_COUNT = (
+    "The counts that the step returns for the pieces do not add up to that of the whole batch, as where each is clamped "
+    "(clamp(min=1)), and the loss is the sum of the losses by that of the counts: return the count as it is, 0 where "
+    "nothing counts"
+)
+_BY_FREQUENCY = (
+    "An embedding with scale_grad_by_freq divides its gradient by how often an index stands in the batch, and each piece counts "
+    "its own: leave scale_grad_by_freq out, or"
 )
 #: Modules that a message names.
 _MOST_HOOKED = 3
@@ -173,6 +182,7 @@ def verdict_on(
         "parameter": answer.parameter, "buffers": list(answer.buffers), "replaced_by_constants": list(answer.drawn),
         "precision": answer.precision, "kept_in_python": list(answer.kept),
         "unlike_in_python": list(answer.unlike or _looked(question, answer)), "written": list(answer.written),
+        "gradient_norm": answer.gradient_norm, "run_precision": spec.precision,
     }  # fmt: skip
     some = f"{rows} samples" if rows == total else f"{rows} of the {total} samples"
     begin = f"One-step check: {some} of {question.about}, whole and in pieces on {name} ({show_time(seconds)})"
@@ -236,8 +246,9 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
     together = _TOGETHER_IN_STAGES if pipeline else _TOGETHER
     if WEIGHTS in answer.causes:
         yield f"{_WRONG_WEIGHTS} {together}"
-    if SUM in answer.causes:
-        yield _WRONG_SUM
+    yield from (sentence for cause, sentence in ((SUM, _WRONG_SUM), (COUNT, _WRONG_COUNT)) if cause in answer.causes)
+    if FREQUENCY in answer.causes:
+        yield f"{_BY_FREQUENCY} {_TOGETHER_IN_STAGES if pipeline else _ON_ONE}"
     if BACKWARD in answer.causes:
         yield (
             "The step calls backward() by itself, and that gradient counts in full for each piece, not by its share of the "

@@ -22,6 +22,7 @@ from tests.parity.programs import (
     detection,
     kept,
     language,
+    outside,
     recipes,
     signals,
     vision,
@@ -47,7 +48,7 @@ MODES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 PROGRAMS: dict[str, Program] = {
     program.name: program
-    for module in (vision, detection, kept, language, signals, contrastive, recipes, constraints, derivatives)
+    for module in (vision, detection, kept, language, signals, contrastive, recipes, constraints, derivatives, outside)
     for program in module.PROGRAMS
 }
 

@@ -64,13 +64,43 @@ def test_names_and_functions_make_optimizers() -> None:
         (Factory("LBFGS"), "several times in one step"),
         (Factory("SparseAdam"), "sparse"),
         (Factory("none"), "returned a NoneType"),
+        (Factory("rateless"), "'rateless' has a parameter group without 'lr'"),
         (Factory("stranger"), "1 tensors that are not parameters"),
     ],
 )
 def test_mistakes_of_the_optimizer_are_named(factory: Factory, says: str) -> None:
-    names = {"none": lambda named: None, "stranger": lambda named: optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)}
+    names = {
+        "none": lambda named: None,
+        "stranger": lambda named: optim.SGD([torch.zeros(1, requires_grad=True)], 1.0),
+        "rateless": lambda named: optim.Optimizer([p for _, p in named], {}),
+    }
     with pytest.raises(ConfigError, match=says):
         build_optimizer(factory, model().named_parameters(), resolver(**names))
+
+
+class Holding(optim.Optimizer):
+    """Steps by another optimizer, and may return its state."""
+
+    def __init__(self, named: list, returns: bool, momentum: float = 0.9) -> None:
+        super().__init__([p for _, p in named], {"lr": 0.1})
+        self.returns, self.inner = returns, [optim.SGD([p for _, p in named], lr=0.1, momentum=momentum)]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner[0].step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **({"state": self.inner[0].state_dict()["state"]} if self.returns else {})}
+
+
+def test_state_of_an_optimizer_inside_another_must_be_in_its_state_dict() -> None:
+    def make(**words: Any) -> optim.Optimizer:
+        return build_optimizer(
+            Factory("Holding", words), model().named_parameters(), resolver(Holding=lambda *a, **k: Holding(*a, **k))
+        )
+
+    assert isinstance(make(returns=True), Holding) and isinstance(make(returns=False, momentum=0.0), Holding)
+    with pytest.raises(ConfigError, match="'Holding' holds another one in its 'inner', whose state its own state_dict"):
+        make(returns=False)
 
 
 def test_a_raising_function_is_a_preparation_error() -> None:

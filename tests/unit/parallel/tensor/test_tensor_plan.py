@@ -119,6 +119,64 @@ WHOLE = {"a.0": ("column", True), "a.2": ("row", True)}
 SPLIT = {"a.0": ("column", False), "a.2": ("row", False)}
 
 
+class Keeps(nn.Module):
+    """What its forward leaves in attributes for a loss that reads it there: in its own, or in those of a module inside."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.one, self.inner, self.two = nn.Linear(4, 8), Inner(what), nn.Linear(8, 4)
+        self.what, self.seen = what, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(self.one(x))
+        if self.what == "list":
+            self.seen = [h.detach()]
+        if self.what == "number":
+            self.size = h.pow(2).mean().item()
+        if self.what == "output":
+            self.last = self.two(h)
+        return self.two(h)
+
+
+class Inner(nn.Tanh):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "inner":
+            self.aux = x.pow(2).mean()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("what", "is_split"), [("", True), ("output", True), ("inner", False), ("list", False), ("number", False)]
+)
+def test_split_activations_that_a_forward_leaves_in_attributes_are_whole_there(what: str, is_split: bool) -> None:
+    assert set(kinds(Keeps(what)).values()) == {("column", not is_split), ("row", not is_split)}
+
+
+def test_hooks_between_layers_see_whole_activations() -> None:
+    model = Keeps("")
+    model.inner.register_forward_hook(lambda module, args, output: None)
+    assert set(kinds(model).values()) == {("column", True), ("row", True)}
+
+
+def test_widths_of_split_layers_are_those_of_what_goes_in_and_comes_out() -> None:
+    def widths(model: nn.Module) -> list[tuple[int, int]]:
+        return [(model.one.in_features, model.one.out_features), (model.two.in_features, model.two.out_features)]  # type: ignore[union-attr,return-value]
+
+    for what, width in (("", 4), ("inner", 7)):
+        model = Keeps(what)
+        model.one, model.two = nn.Linear(4, 7), nn.Linear(7, 4)
+        assert widths(model) == [(4, 7), (7, 4)]
+        regions = split_modules(model, make_plan(model, {}, 2), Alone())
+        assert widths(model) == [(4, width), (width, 4)]
+        for region in regions:
+            region.join()
+        assert widths(model) == [(4, 7), (7, 4)]
+
+
 def between(inner: nn.Module, width: int = 8) -> nn.ModuleDict:
     return nn.ModuleDict({"a": nn.Sequential(nn.Linear(width, 2 * width), inner, nn.Linear(2 * width, width))})
 

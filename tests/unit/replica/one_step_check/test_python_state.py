@@ -91,6 +91,19 @@ def test_a_model_that_was_built_again_goes_on_from_the_one_that_trains():
     assert torch.equal(built.layer.weight, trained.layer.weight) and built.hidden[0] is not trained.hidden[0]
 
 
+def test_what_two_modules_of_a_model_share_they_share_in_one_that_was_built_again():
+    trained, built = (nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]) for _ in range(2))
+    for model in (trained, built):
+        clock, mean = {"ticks": 0}, torch.zeros(1)
+        for part in model:
+            part.clock, part.mean = clock, mean
+    trained[0].clock["ticks"] = 3
+    trained[0].mean.add_(2)
+    adopt(built, trained)
+    assert built[0].clock is built[1].clock is not trained[0].clock and built[1].clock == {"ticks": 3}
+    assert built[0].mean is built[1].mean is not trained[0].mean and built[1].mean.tolist() == [2.0]
+
+
 @pytest.mark.parametrize(
     ("whole", "pieces", "apart"),
     [

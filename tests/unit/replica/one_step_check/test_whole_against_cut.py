@@ -64,6 +64,12 @@ def plain_sum(model: nn.Module, batch: Any) -> tuple[torch.Tensor, None]:
     return added(model, batch), None
 
 
+def clamped(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean over one class, of which a batch may have none."""
+    losses, counts = functional.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch[1] == 1
+    return (losses * counts).sum(), counts.sum().clamp(min=4)
+
+
 def attacked(model: nn.Module, batch: Any) -> torch.Tensor:
     """Adversarial samples, by a backward whose gradients are dropped."""
     x = batch[0].clone().requires_grad_(True)
@@ -213,6 +219,31 @@ def test_a_sum_is_told_from_a_mean_with_wrong_weights_and_may_be_asked_for() -> 
     finding = look(*built("added", "fp32"))
     assert (finding.outcome, finding.causes) == ("differs", ("sum",))
     assert look(*built("plain_sum", "fp32")).outcome == "same"
+
+
+def test_a_count_that_is_clamped_is_told_from_a_sum() -> None:
+    assert look(*built("clamped", "fp32")).causes == (whole_against_cut.COUNT,)
+
+
+class ByFrequency(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(3, 4, scale_grad_by_freq=True), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.table((x > 0).sum(1) % 3))
+
+
+def test_an_embedding_that_counts_its_batch_is_named() -> None:
+    spec = RunSpec(
+        model=Factory("ByFrequency"), criterion=None, step=Factory("mean"), optimizer=Factory("SGD"), scheduler=None
+    )
+    replica = Replica(spec, found, torch.device("cpu"))
+    assert look(replica, spec).causes == (whole_against_cut.FREQUENCY,)
+
+
+def mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def test_a_step_that_drops_gradients_drops_those_of_no_other_worker() -> None:

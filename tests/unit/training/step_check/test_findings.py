@@ -52,6 +52,15 @@ def asked(**changes):
         (SPEC, asked(), Finding("same", written=("w",)), "are equal", True),
         (SPEC, asked(), Finding("differs", causes=("weights",)), "the root of a mean, say.*shares=.1, 0.", False),
         (STAGED, asked(), Finding("differs", causes=("weights",)), "together: take a mode without stages", False),
+        (SPEC, asked(), Finding("differs", causes=("count",)), "do not add up.*return the count as it is, 0", False),
+        (
+            SPEC,
+            asked(),
+            Finding("differs", causes=("frequency",)),
+            "leave scale_grad_by_freq out, or.*shares=.1, 0.",
+            False,
+        ),
+        (STAGED, asked(), Finding("differs", causes=("frequency",)), "out, or take a mode without stages", False),
         (
             SPEC,
             asked(),
