@@ -190,7 +190,7 @@ class Table:
         if run.check and run.check["known"]:  # nothing changed since a run that told it
             notices += self._told.get(program.name, [])
         self._told[program.name] = notices
-        if mode == "tensor" and NOISY in program.told.values():  # nothing is cut: the page of all limits tells it of every run
+        if mode == "tensor" and NOISY in program.told.values():  # nothing is cut: guava_nb/limits.md tells it
             notices.append(f"guava_nb/limits.md: {NOISY}")
         state, reference = run.model().state_dict(), _plain(program.name)
         if isinstance(reference, Exception):
