@@ -294,12 +294,13 @@ def test_paths_in_a_readme_lead_somewhere(readme: Path) -> None:
     assert sorted(set(paths) - there) == []
 
 
-def test_methods_named_on_the_pages_of_the_house_exist() -> None:
+def test_methods_and_fields_named_on_the_pages_of_the_house_exist() -> None:
     methods, bases = {}, {}
     for path in SOURCES:
         for found in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(found, ast.ClassDef):
-                methods[found.name] = {function.name for function in functions(found)}
+                fields = {ast.unparse(field.target) for field in found.body if isinstance(field, ast.AnnAssign)}
+                methods[found.name] = {function.name for function in functions(found)} | fields
                 bases[found.name] = [ast.unparse(base).partition("[")[0] for base in found.bases]
 
     def has(owner: str, method: str) -> bool:
