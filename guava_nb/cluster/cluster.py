@@ -262,7 +262,7 @@ class Cluster:
     def _on_session_change(self, rank: int, event: Event) -> None:
         name = self.roster.members[rank].name
         if isinstance(event, SessionSuspect) and self.roster.suspect(rank, str(event.cause)):
-            then = "its work goes to others" if self.roster.ready() else "nobody else is here, so its work waits for it"
+            then = "its work goes to others" if self.roster.ready() else "no other worker is here: its work waits"
             self._announce(Suspected(rank), f"{name}: connection broke ({event.cause}); {then}")
         elif isinstance(event, SessionResumed) and self.roster.resume(rank):
             self._announce(Resumed(rank), f"{name}: connection is back")

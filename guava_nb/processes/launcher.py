@@ -146,7 +146,7 @@ class WorkerHandle:
             status = self._follow(log)
             while status == EXIT_AGAIN and self._replaced < MOST_REPLACED and not (self._killed or self._leaves):
                 self._replaced += 1
-                cause = f"its process is of no more use ({self._last['detail']}) and is replaced"
+                cause = f"its process cannot go on ({self._last['detail']}) and is replaced"
                 self._last = {
                     "state": "starting",
                     "step": -1,
