@@ -109,7 +109,9 @@ def _number(option: str, given: int | None, variable: str, environ: Mapping[str,
         return given
     text = environ.get(variable, "")
     if not text.strip().isdecimal():
-        raise ConfigError(f"{option} is missing: which process of how many is this? {variable} is not set either")
+        raise ConfigError(
+            f"{option} is missing, and {variable} is not set: give --rank (from 0) and --world-size, as in guava run -h"
+        )
     return int(text)
 
 
