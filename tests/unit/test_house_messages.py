@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -26,16 +27,17 @@ RIDDLES = re.compile(
 )
 PIP = re.compile(r"(?:pip install|guava_pip) ((?:-\S+ )*)\"?'?([A-Za-z][\w-]*)")
 #: Packages that are no requirement of ours, and that a message tells to install where they are missed.
-OTHER_PACKAGES = {"einops", "huggingface_hub", "ipykernel", "pyngrok", "safetensors"}
-#: Names of functions and keywords of others (torch, NumPy, pandas, transformers), and of the cell to paste, which brings its own.
+OTHER_PACKAGES = {"einops", "guava-nb", "huggingface_hub", "ipykernel", "pyngrok", "ray", "safetensors"}
+#: Names of functions and keywords of others (torch, NumPy, pandas, transformers), and of a program that is written for the user.
 OTHER_CALLS = {
     *("as_subclass", "cross_entropy", "full_tensor", "get_extra_state", "init_process_group", "load_state_dict", "manual_seed"),
-    *("no_grad", "renorm_", "requires_grad_", "reset_index", "save_pretrained", "state_dict", "zero_grad", "guava_nb_cell"),
+    *("no_grad", "renorm_", "requires_grad_", "reset_index", "save_pretrained", "state_dict", "zero_grad"),
+    *("build_data", "guava_nb_cell"),
 }  # fmt: skip
 OTHER_KEYWORDS = {
     *("batch_first", "create_graph", "drop_last", "enable_nested_tensor", "max_norm", "memory_format", "num_return_sequences"),
     *("multiprocessing_context", "requires_grad", "return_inverse", "use_reentrant", "weights_only", "num_workers"),
-    *("reduction", "sparse", "strict", "sha256", "preamble", "request"),
+    *("reduction", "sparse", "strict", "min"),
 }  # fmt: skip
 
 
@@ -73,6 +75,32 @@ def _public() -> Iterator[type]:
 def named(pattern: str, where: list[Text] | None = None) -> dict[str, str]:
     """What texts name, with the last place of each."""
     return {found: place for text, place in where or texts() for found in re.findall(pattern, text)}
+
+
+def is_code(text: str) -> bool:
+    """Whether a text is no sentence: HTML, a regular expression, SQL, or a piece of Python for a cell or a program."""
+    if re.search(r"[<\\]|PRAGMA", text):
+        return True
+    bare = text.strip().strip(",")
+    for form in (bare, f"{bare}\n    pass", f"f({bare})", f"{bare})", f"f({bare}"):
+        try:
+            ast.parse(form)
+        except SyntaxError:
+            continue
+        return True
+    return False
+
+
+def test_code_is_told_from_sentences() -> None:
+    for text in (
+        "name=X, size=X,",
+        "def f(a: int) -> None:",
+        ", group=mesh.get_group()",
+        "<b>x</b>",
+        "tree_map(f, batch)",
+    ):
+        assert is_code(text)
+    assert not is_code("set pipeline_balance='time' (--balance time), or call run.stop()")
 
 
 def test_messages_are_listed_from_all_rooms() -> None:
@@ -123,13 +151,13 @@ def test_settings_of_the_panel_that_a_message_names_exist() -> None:
 
 @pytest.mark.parametrize("kind", ["call", "keyword"])
 def test_calls_and_keywords_that_a_message_names_exist(kind: str) -> None:
+    """Keys of launchers (NAME:WHAT,KEY=VALUE) are no arguments of calls; a wrong one is refused with the list of them."""
     calls, keywords = public_names()
-    code = re.compile(r"[<\\]|PRAGMA")  # HTML, regular expressions and SQL: their words look like ours
-    shown = [(text, place) for text, place in messages() if not code.search(text)]
+    shown = [(text, place) for text, place in messages() if not is_code(text) and "/launchers/" not in place]
     if kind == "call":
         found, known = named(r"\b([a-z]+(?:_[a-z0-9]+)+_?)\(", shown), calls | OTHER_CALLS
     else:
-        found, known = named(r"(?<![-\w.])([a-z]\w{2,})=(?![= ])", shown), keywords | OTHER_KEYWORDS
+        found, known = named(r"(?<![-\w.,:])([a-z]\w{2,})=(?![= ])", shown), keywords | OTHER_KEYWORDS
     assert {name: place for name, place in found.items() if name not in known} == {}
 
 
