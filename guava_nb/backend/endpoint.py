@@ -188,7 +188,7 @@ class Endpoint:
             with self._lock:
                 self._questions.pop(request_id, None)
             self._send(StoreAsk(next(self._numbers), "cancel", number=request_id), ())
-            raise CollectiveTimeout(f"waited {timeout_s:g} s for the store to {op} {_names(keys)}: nobody has set it")
+            raise CollectiveTimeout(f"waited {timeout_s:g} s for the store to {op} {_names(keys)}: no rank has set it")
         if question.error is not None:
             raise question.error
         assert question.reply is not None

@@ -150,7 +150,9 @@ def place_from(args: argparse.Namespace, environ: MutableMapping[str, str]) -> P
 def _number(option: str, given: int | None, variable: str, told: int | None) -> int:
     number = told if given is None else given
     if number is None:
-        raise ConfigError(f"{option} is missing: which process of how many is this? {variable} is not set either")
+        raise ConfigError(
+            f"{option} is missing, and {variable} is not set: give --rank (from 0) and --world-size, as in guava run -h"
+        )
     return number
 
 

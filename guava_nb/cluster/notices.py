@@ -33,7 +33,7 @@ class LineBreaks:
 
     def broke(self, rank: int, name: str, cause: object, are_others: bool, now: float) -> str:
         """Return what to say of a connection that broke, "" for nothing; `now` in monotonic seconds."""
-        then = "its work goes to others" if are_others else "nobody else is here, so its work waits for it"
+        then = "its work goes to others" if are_others else "no other worker is here: its work waits"
         breaks = self._at[rank]
         breaks.append(now)
         while breaks[0] < now - OFTEN_S:

@@ -23,8 +23,8 @@ PROBE_S = 3.0
 DIAL_S = 1.2
 
 OPEN_TO_ALL = (
-    "the workers reach each other on public addresses, where gloo's and NCCL's open sockets are anybody's to dial; "
-    "--path direct (path='direct') takes them all the same"
+    "the workers reach each other on public addresses, where any machine can dial the open sockets of gloo and NCCL; "
+    "--path direct (path='direct') uses them nevertheless"
 )
 
 _ids = itertools.count(1)
@@ -48,7 +48,7 @@ def choose(job: Job, ranks: Sequence[int], wanted: str, may_refuse: bool) -> Rou
     if wanted == "relay":
         return Route("relay", "guava", "path='relay' was asked for")
     if len(ranks) < 2:
-        return Route("relay", "guava", "one worker alone has nobody to reach")
+        return Route("relay", "guava", "there is only one worker")
     members, findings = job.cluster.roster.members, job.cluster.findings
     hellos = [members[rank].hello for rank in ranks]
     obstacle = unlike_devices([members[rank].name for rank in ranks], hellos)
@@ -66,7 +66,7 @@ def choose(job: Job, ranks: Sequence[int], wanted: str, may_refuse: bool) -> Rou
     if wanted == "direct" and may_refuse:
         raise ClusterError(
             f"{obstacle}. path='direct' needs workers that reach each other: open the ports of their firewalls to each "
-            "other, or use --path auto (path='auto'), which goes through the orchestrator where it must"
+            "other, or use --path auto (path='auto'), which goes through the orchestrator if they do not"
         )
     if (probed or wanted == "direct") and findings.is_first(job.run_id, ranks):
         job.cluster.notice(f"{obstacle}; the group goes through the orchestrator")

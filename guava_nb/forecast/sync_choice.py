@@ -262,7 +262,7 @@ def _why_step(paces: Sequence[WorkerPace], refused: str) -> str:
     if refused:
         return refused
     if len(paces) < 2:
-        return "one worker has nobody to exchange with"
+        return "there is only one worker"
     return "; ".join(f"{pace.lacks} at {pace.name} is not known" for pace in paces if pace.lacks)
 
 

@@ -113,7 +113,7 @@ class RelayGroup:
     def who(self, ranks: Iterable[int]) -> str:
         """Name ranks for a sentence."""
         named = [f"rank {rank}" + (f" ({self.members[rank]})" if rank in self.members else "") for rank in ranks]
-        return ", ".join(named) or "nobody"
+        return ", ".join(named) or "no rank"
 
     # ---------------------------------------------------------------------------------------------------- membership
 

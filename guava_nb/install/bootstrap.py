@@ -87,7 +87,8 @@ class PinnedTls:
         seen = hashlib.sha256(self.tls.getpeercert(True) or b"").digest()[: len(fingerprint)]
         if not hmac.compare_digest(seen, fingerprint):
             raise NotBrought(
-                f"another certificate than this cell's answers: the session was opened anew, or someone is between; {NEWEST}"
+                "another certificate than this cell's answers: the session was opened anew, or another machine is in between; "
+                + NEWEST
             )
 
     def until_done(self, call: Any, *words: Any) -> Any:

@@ -72,7 +72,7 @@ class Deadline:
         except LinkTimeout:
             raise LinkTimeout(self._sentence) from None
         if not count:
-            raise LinkBroken(f"{stream.peer} closed the connection before it stood")
+            raise LinkBroken(f"{stream.peer} closed the connection during the handshake")
         return count
 
 
@@ -161,7 +161,7 @@ def attach(
         LinkTimeout: it is too slow or not there.
         LinkBroken: it cannot be reached, or left.
     """
-    deadline = Deadline(timeout_s, "let us in", code.address)
+    deadline = Deadline(timeout_s, "finish the handshake", code.address)
     stream = _reach(code, options, deadline, on_step)
     try:
         on_step("secret")

@@ -148,7 +148,7 @@ def _dial(secret: bytes, where: ProbeAddress, timeout_s: float) -> str:
     except LinkTimeout:
         return "timed out"
     except ProtocolError:  # the same address means another machine there
-        return "somebody else answers there"
+        return "another program answers there"
     except GuavaError as error:
         cause = error.__cause__
         return (cause.strerror or str(error)).lower() if isinstance(cause, OSError) else str(error)

@@ -86,7 +86,7 @@ class Registry(Generic[_S]):
         if not hmac.compare_digest(session.identity, attach.identity):
             raise RefusedJoin("identity", "this session belongs to another identity")
         if attach.incarnation < session.incarnation(attach.purpose):
-            raise RefusedJoin("stale", "a newer connection of this session stands already")
+            raise RefusedJoin("stale", "a newer connection of this session is open already")
         return session
 
     def add(self, session: _S) -> bool:

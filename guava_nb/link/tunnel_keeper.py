@@ -210,7 +210,9 @@ class TunnelKeeper:
         text = f"{type(problem).__name__}: {problem}"
         if text != self._fault:  # a fault that stays is told once
             self._fault = text
-            self._notice(f"looking after the tunnel met {text}; it is looked after all the same")
+            self._notice(
+                f"keeping the tunnel up met a fault: {text}. It is still watched and started again when it ends"
+            )
 
     def _look(self) -> None:
         address, now = self._look_at(), time.monotonic()

@@ -330,7 +330,7 @@ TRAIN = Command(
 )
 VALIDATE = Command(
     "guava_validate",
-    "Loss, accuracy and metrics of the trained model on a DataLoader. Each sample counts once, whoever is lost meanwhile.",
+    "Loss, accuracy and metrics of the trained model on a DataLoader. Each sample counts once, even if a worker is lost.",
     (
         _expression("--data", "DataLoader of the notebook", required=True),
         _metrics("shared functions(outputs, targets) or torchmetrics metrics: names with commas, or an expression"),
@@ -342,7 +342,7 @@ VALIDATE = Command(
 )
 PREDICT = Command(
     "guava_predict",
-    "What the trained model makes of every sample, in the order of the data set; returns the results. With --generate a language "
+    "Predict every sample with the trained model, in the order of the data set; returns the results. With --generate a language "
     "model continues prompts, shared out over the workers; each is shown as it is done.",
     (
         _expression(
@@ -380,7 +380,8 @@ PREDICT = Command(
 )
 STATUS = Command(
     "guava_status",
-    "Who is there, what runs, how far it is; also in a page that was loaded anew. In a terminal: guava status --follow.",
+    "Show which workers are here, what runs and how far it is. Works in a page that was loaded anew, too. In a terminal: guava "
+    "status --follow.",
     (
         flag(
             "-f",
@@ -407,8 +408,8 @@ RUNS = Command(
 )
 ENERGY = Command(
     "guava_energy",
-    "Joules of the newest run per worker, sample, step, epoch and phase, and by the names that code on workers gave with "
-    'guava_nb.energy_task; returns the record: pandas.DataFrame(record["workers"]), or ["tasks"].',
+    "Show the joules of the newest run per worker, sample, step, epoch and phase, and by the names given with energy_task. "
+    'Returns the record: pandas.DataFrame(record["workers"]), or ["tasks"].',
     (
         option("--grams-per-kwh", metavar="G", type=number, help="CO2 equivalent of a kWh where the machines stand"),
         option("--price-per-kwh", metavar="P", type=number, help="price of a kWh, in any currency"),

@@ -17,7 +17,7 @@ def binder_rule(host: Host) -> str:
     if host is not Host.BINDER:
         return ""
     return (
-        "Binder lets nobody in and little traffic out, and ends sessions that send much. Here use workers on this machine, "
+        "Binder accepts no connection from outside and ends sessions that send much. Use workers on this machine, "
         "%guava_up --local 2; a second notebook of this same Binder session can join too, machines elsewhere cannot."
     )
 

@@ -35,7 +35,7 @@ GRANT = (
     "this machine, until it closes or you interrupt this cell. Join only a session whose owner you trust."
 )
 _SECRET = (
-    "The join code is a secret: who has it can take part. Before you share a notebook, clear this output here, and the cell "
+    "The join code is a secret: anyone who has it can join. Before you share a notebook, clear this output here, and the cell "
     "with the code there (%guava_worker alone asks for it, and keeps it nowhere)."
 )
 _COPY = (
@@ -46,7 +46,7 @@ _CALL = "Run this in the notebook that has the GPU:"
 #: Above the code that a session has since its address changed.
 NEW_ADDRESS = (
     "The session has a new join code. Workers that are away need it: interrupt their cell and run this there, and they go on "
-    "where they were; so does whoever joins from now on. Those that are connected need nothing."
+    "where they were. New workers need it, too. Workers that are connected need nothing."
 )
 
 

@@ -99,7 +99,7 @@ def _meaning(config: DistributedConfig, mode: str, mesh: Mesh) -> str:
         "data": "every worker has the whole model and trains on its part of each batch",
         "pipeline": f"the model is cut into {stages} on {workers}, each batch into {parts} "
         f"through them ({config.pipeline_schedule}{hint})",
-        "tensor": f"every layer that can be divided is shared by {workers}, who all work on the whole batch",
+        "tensor": f"every layer that can be divided is shared by {workers}, which all work on the whole batch",
         "zero": f"{workers}, each with its part of every batch; {zero}",
         "hybrid": f"{mesh}: {_count(mesh.data, 'replica')} of {stages}, each stage's layers shared by {mesh.tensor}"
         + (f"; {zero}" if config.zero_stage else ""),

@@ -150,8 +150,8 @@ class NotebookSession:
         code = self.worker.code(words)
         if self.is_open and self.has_code and code.secret == JoinCode.decode(self.join_code()).secret:
             raise UsageError(
-                "this is the code of this very notebook's session, and a notebook that works cannot train: %guava_up --local "
-                "1 starts a worker on this machine; paste the code in another notebook"
+                "this code is of this notebook's own session, and a notebook cannot train and work at one time: %guava_up "
+                "--local 1 starts a worker on this machine; paste the code in another notebook"
             )
         return code
 

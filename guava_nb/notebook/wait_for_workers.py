@@ -64,7 +64,7 @@ def wait_for_workers(
 
             def on_wait(now_here: int) -> None:
                 if interrupts.count:
-                    raise Interrupted("%guava_train waits no more; the session and the workers that are here stay")
+                    raise Interrupted("%guava_train waits no longer; the session and the workers that are here stay")
                 if not in_text or now_here != here:  # in text the sentence above says how it stands
                     panel.update(frame)
                 look()

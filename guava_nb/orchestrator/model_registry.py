@@ -102,8 +102,8 @@ class ModelRegistry:
             named, self._reference = self.factory_of(model, args), model
             if named == self._factory and self._instance is not None:
                 self._notice(
-                    f"the model is {named.name} as it is built now: the instance of it that was registered before is where "
-                    "training starts no more, nor what says which parameters are frozen. For that register it again"
+                    f"the model is {named.name} as it is built now: training does not start from the instance that was "
+                    "registered before, and that one does not say which parameters are frozen. To use it, register it again"
                 )
             self._factory, self._instance = named, None
             return False

@@ -332,7 +332,7 @@ class ReplicaSets:
         if is_own(composed.spec):
             raise ConfigError(
                 "a model that lives in the worker's own process is not known here before a run asks for it, so there is no "
-                "forecast; a budget holds all the same"
+                "forecast; a budget still holds"
             )
         replica_set = self._build(composed, options.weights)
         if start is not None:

@@ -69,8 +69,8 @@ def _parameters(value: Any, depth: int, seen: Set[int]) -> Iterator[tuple[nn.Par
 def _text(place: str, kind: type, name: str) -> str:
     if issubclass(kind, Optimizer):
         way = (
-            "it would step values that nobody uses. Give the run one optimizer for all parameters (--optimizer), whose function "
-            "may make groups of them, or train with one worker"
+            "it would step values that the run does not use. Give the run one optimizer for all parameters (--optimizer), whose "
+            "function may make groups of them, or train with one worker"
         )
     else:
         way = (

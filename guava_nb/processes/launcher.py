@@ -148,9 +148,9 @@ class WorkerHandle:
             status = self._follow(log)
             while self._is_replaced(status):
                 self._replaced += 1
-                cause = f"its process is of no more use ({self._last['detail']}) and is replaced"
+                cause = f"its process cannot go on ({self._last['detail']}) and is replaced"
                 if status != EXIT_AGAIN:
-                    self._on_crash(status)  # so that nobody waits for the one that is gone
+                    self._on_crash(status)  # so that no one waits for it
                     cause = f"{self._last['detail']}. Another process goes on from the state on this disk"
                 self._last = {
                     "state": "starting",

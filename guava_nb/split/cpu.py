@@ -194,8 +194,8 @@ class CPULoader:
             return
         if gpu_host is not None or gpu_port is not None:
             raise ConfigError(
-                f"{gpu_host or self.config.gpu_host or 'the GPU side'} lets in only who knows its join code, which it shows when "
-                "it starts to listen: give it as join_code=, or set GUAVA_JOIN_CODE"
+                f"{gpu_host or self.config.gpu_host or 'the GPU side'} accepts only peers with its join code, which it shows "
+                "when it starts to listen: give it as join_code=, or set GUAVA_JOIN_CODE"
             )
         if not any(worker.state == "ready" for worker in orchestrator.status().workers):
             self._show(self._open(orchestrator, call), call)

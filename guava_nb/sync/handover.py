@@ -39,7 +39,7 @@ def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: flo
     if replica_set.gone_on_in:
         raise WorkerLost(
             f"{replica_set.gone_on_in} went on from the state after {replica_set.nth(replica_set.step)} of "
-            f"{replica_set.run_id} before that was copied here, so it is there no more: ask for the model "
+            f"{replica_set.run_id} before that was copied here, so it is gone: ask for the model "
             f"of {replica_set.gone_on_in}"
         )
     job = _Fetching(cluster)

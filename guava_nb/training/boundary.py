@@ -170,9 +170,7 @@ class Boundary:
             if (error := done.exception()) is not None:
                 notice(f"what a callback asked for with the state after {replica_set.nth(step)} was not done: {error}")
 
-        notice(
-            f"the state after {replica_set.nth(step)} is not here now: what a callback wants of it is done when it is again"
-        )
+        notice(f"the state after {replica_set.nth(step)} is not here now: what a callback asked for is done when it is")
         do = partial(self.call_with_state, call)
         self.calls.ask_after(lambda: replica_set.step >= step, do).add_done_callback(tell)
 

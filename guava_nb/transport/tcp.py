@@ -189,11 +189,11 @@ def _what_then(host: str, problem: OSError) -> str:
         return "the other side may be closed"
     if is_loopback(host):
         return (
-            "that is this machine itself, and nobody listens here: the session of this code was closed, or it is on another "
+            "that is this machine itself, and no session listens here: the session of this code was closed, or it is on another "
             "machine and has to be opened with %guava_up --tunnel there (where that is ssh: run the ssh command that it shows "
             "here first)"
         )
-    return "that machine is there, and nobody listens at this port any more: the session of this code was closed"
+    return "that machine is there, and no session listens at this port any more: the session of this code was closed"
 
 
 def is_loopback(host: str) -> bool:

@@ -77,8 +77,8 @@ class TlsStream(Stream):
         seen = fingerprint_of(tls._tls.getpeercert(binary_form=True) or b"")
         if not hmac.compare_digest(seen, fingerprint):
             raise AuthenticationError(
-                f"the join code is of a session that was closed and opened again, or someone is in between: ask for the newest "
-                f"one ({stream.peer} shows the certificate {seen[:4].hex()}..., the code says {fingerprint[:4].hex()}...)"
+                "the join code is of a session that was closed and opened again, or another machine is in between: ask for the "
+                f"newest one ({stream.peer} shows the certificate {seen[:4].hex()}..., the code says {fingerprint[:4].hex()}...)"
             )
         return tls
 

@@ -14,7 +14,7 @@ _SIGN_UP = "sign up at https://dashboard.ngrok.com/signup"
 _NO_ACCOUNT = "or take a tunnel that needs no account: --tunnel cloudflared"
 _TOKEN = f"copy the authtoken again from {PAGE} and set it as {VARIABLE}"
 _BILLING = "https://dashboard.ngrok.com/billing"
-_SMALLER = "what makes the bytes fewer is told by %guava_train --dry-run"
+_SMALLER = "%guava_train --dry-run shows what would send fewer bytes"
 
 #: Meanings as on ngrok.com/docs/errors/err_ngrok_NUMBER, read in August 2026.
 CODES: dict[int, str] = {
@@ -44,7 +44,7 @@ CODES: dict[int, str] = {
     4018: f"the agent has no valid authtoken, and ngrok requires an account: {_SIGN_UP}, {_TOKEN}",
     6022: f"without an account no web pages are served: {_SIGN_UP}, {_TOKEN}",
     6024: "ngrok answered with its page of warning for browsers: nothing is wrong with the tunnel, %guava_worker does not see it",
-    8012: "the tunnel stands, but nobody listens at its end: the session behind it was closed or its kernel has ended; open it "
+    8012: "the tunnel is up, but no session listens at its end: it was closed, or its kernel has ended; open it "
     "again with %guava_up",
     8013: "TCP needs a payment card on file, also on the free plan (it is not charged): take --tunnel ngrok-http, which needs no "
     "card, or add one at https://dashboard.ngrok.com/settings#id-verification",
@@ -114,7 +114,7 @@ def explain(problem: BaseException, token: str = "", said: str = "") -> str:
         )
     if _INTERCEPTED.search(shown):
         return (
-            f"the ngrok agent reaches no ngrok server because something between opens its TLS or stands as a proxy "
+            f"the ngrok agent reaches no ngrok server because a proxy, VPN or virus scanner in between opens its TLS "
             f"({_line(shown)}): switch the VPN or the virus scanner's inspection off, or take --tunnel ssh:USER@HOST"
         )
     if _UNREACHABLE.search(shown):

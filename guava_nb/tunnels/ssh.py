@@ -200,18 +200,19 @@ class SshTunnel(Tunnel):
     def _reach(self, server: _Server, port: int) -> tuple[Address, str]:
         """Try whether others come to the port; the address to dial, and what has to be done for it."""
         host = server.host
-        by_hand = f"on each worker's machine run  ssh -N -L {port}:{LOOPBACK}:{port} {server.words}  beside the worker, before it"
+        command = f"ssh -N -L {port}:{LOOPBACK}:{port} {server.words}"
+        by_hand = f"on each worker's machine run  {command}  before the worker starts, and leave it running"
         problem = _answers(host, port)
         if isinstance(problem, ConnectionRefusedError):
             return Address(LOOPBACK, port), (
                 f"{self._target} forwards port {port} for itself only (GatewayPorts is off there, as it is by default). So "
-                f"{by_hand}: the join code leads to that. Or let whoever runs it write 'GatewayPorts clientspecified' into "
-                "its sshd_config and reload sshd, then %guava_down and %guava_up: the code then leads there directly"
+                f"{by_hand}: the join code leads to that. Or ask its administrator to write 'GatewayPorts clientspecified' into "
+                "its sshd_config and to reload sshd, then %guava_down and %guava_up: the code then leads there directly"
             )
         if problem is not None:
             return Address(host, port), (
-                f"from here nobody answers at {host}:{port} ({problem}): if workers do not either, a firewall is in the way. "
-                f"Open that port there, or choose one that is open (ssh:{self._target}:PORT)"
+                f"from here {host}:{port} does not answer ({problem}): if workers do not reach it either, a firewall is in the "
+                f"way. Open that port there, or choose one that is open (ssh:{self._target}:PORT)"
             )
         return Address(host, port), ""
 

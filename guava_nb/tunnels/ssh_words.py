@@ -55,9 +55,9 @@ def _changed(text: str, asked: Asked) -> str:
     found = re.search(r"^\s*(ssh-keygen .*-R .*?)\s*$", text, re.MULTILINE)
     forget = found[1] if found else f"ssh-keygen -R {_host(asked)}"
     return (
-        f"WARNING: {asked.target} shows another host key than the one known here: either it was set up anew, or somebody "
-        f"sits in between. Nothing was sent. Ask who runs it; if the new key is right, forget the old one ({forget}) and "
-        f"run {_meet(asked)}"
+        f"WARNING: {asked.target} shows another host key than the one known here: either it was set up anew, or another "
+        f"machine is in between. Nothing was sent. Ask its administrator; if the new key is right, remove the old one ({forget}) "
+        f"and run {_meet(asked)}"
     )
 
 
@@ -77,7 +77,7 @@ def _no_name(text: str, asked: Asked) -> str:
 
 def _refused(text: str, asked: Asked) -> str:
     return (
-        f"{asked.target} is there and nobody answers at its ssh port ({_line(text, 'refused')}): check that its ssh server "
+        f"{asked.target} is there, and its ssh port does not answer ({_line(text, 'refused')}): check that its ssh server "
         "runs; if it uses another port than 22, give it a Host entry with Port in ~/.ssh/config and name that entry"
     )
 
@@ -91,7 +91,7 @@ def _silent(text: str, asked: Asked) -> str:
 
 def _denied(text: str, asked: Asked) -> str:
     return (
-        f"{asked.target} lets nobody in with the keys that ssh has here ({_line(text, 'denied|too many auth')}), and no "
+        f"{asked.target} accepts none of the keys that ssh has here ({_line(text, 'denied|too many auth')}), and no "
         f"password can be typed here: make a key (ssh-keygen) and put it there (ssh-copy-id {asked.target}), load it into "
         "ssh-agent if it has a passphrase (ssh-add), or name user and IdentityFile in ~/.ssh/config"
     )
@@ -105,14 +105,14 @@ def _forbidden(text: str, asked: Asked) -> str:
             "the port that workers dial; that of the SSH server itself goes into ~/.ssh/config (a Host entry with Port)"
         )
     return (
-        f"{asked.target} lets us in and forbids to forward ports: whoever runs it must allow it (AllowTcpForwarding yes in "
-        "its sshd_config, no restrict or no-port-forwarding before the key in authorized_keys); else take another host"
+        f"{asked.target} accepts the login and forbids port forwarding: its administrator must allow it (AllowTcpForwarding yes "
+        "in its sshd_config, no restrict or no-port-forwarding before the key in authorized_keys); else take another host"
     )
 
 
 def _closed(text: str, asked: Asked) -> str:
     return (
-        f"{asked.target} closed the connection before anybody was let in ({_line(text, 'kex_|banner|closed|reset')}): it is too "
+        f"{asked.target} closed the connection before the login ({_line(text, 'kex_|banner|closed|reset')}): it is too "
         "busy, refuses this machine's address, or no ssh server answers there; try again in a minute"
     )
 

@@ -46,7 +46,7 @@ class LineProbe:
     def _measured(self, order: MeasureLine) -> LineMeasured:
         code = self._code()
         if code is None:
-            return LineMeasured(order.measuring_id, error="this worker is dialled and knows no way back")
+            return LineMeasured(order.measuring_id, error="this worker listens and has no address to dial back to")
         if not self._busy.acquire(blocking=False):
             return LineMeasured(order.measuring_id, error="it is being measured already")
         try:

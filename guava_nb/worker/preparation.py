@@ -150,7 +150,7 @@ class Preparation:
         if self._own is None:
             raise PreparationError(
                 f"this run's {name[1:]} lives in a worker's own process (GPUTrainer, or NetworkWorker with model_ctor=), and "
-                "this worker is not one of those"
+                "this worker has none: start GPUTrainer on its machine, or name a model that workers can build (register_model)"
             )
         return self._own.find(name)
 

@@ -170,7 +170,7 @@ def _build(spec: DataSpec, module: ModuleType | None) -> _Built:
         )
     length = len(dataset)
     if not length:
-        raise ConfigError(f"{name} has no samples here")
+        raise ConfigError(f"{name} has no samples here: put the data on this machine, or correct its path")
     built = _Built(name, dataset, collate, spec)
     probe = _probe(built, length) if spec.check else ""
     return _Built(name, dataset, collate, msgspec.structs.replace(spec, length=length, probe=probe))

@@ -140,7 +140,7 @@ def test_a_tunnel_that_comes_back_at_its_address_needs_nobody(pair: Pair, server
 
     def end_server() -> None:
         server.stop()
-        eventually(lambda: "nobody answers at its ssh port" in orch.status().tunnel, 20, "a start has failed")
+        eventually(lambda: "its ssh port does not answer" in orch.status().tunnel, 20, "a start has failed")
         server.start(GATEWAY)
 
     run = pair.session.train(loader(), callbacks=[AtStep(2, end_server)], detach=True)

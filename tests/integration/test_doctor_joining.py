@@ -196,7 +196,7 @@ def test_a_firewall_has_another_fix_on_private_addresses(host: str, fix: str, mo
         (b"SSH-2.0-OpenSSH_9.2\r\n", False, "wss", "gateway", "an SSH server or client answers there"),
         (b"GUAVA1\0\0", True, "tcp", "version", "install the same guava-nb on both"),
         (b"", True, "tls", "tls", "was not done within"),
-        (b"", True, "tcp", "version", "did not let us in within"),
+        (b"", True, "tcp", "version", "did not finish the handshake within"),
     ],
 )
 def test_somebody_else_answers(greeting: bytes, hears: bool, scheme: str, name: str, says: str) -> None:

@@ -157,7 +157,7 @@ def test_once_returns_when_the_orchestrator_closed() -> None:
 
 def test_who_dials_before_anybody_serves_is_told() -> None:
     config = CONFIG.replace(connect_timeout_s=1.0)
-    with NetworkWorker.listen(gpu_id="cpu") as worker, pytest.raises(LinkTimeout, match="nobody serves there now"):
+    with NetworkWorker.listen(gpu_id="cpu") as worker, pytest.raises(LinkTimeout, match="no worker serves there now"):
         Orchestrator.dialling(worker.join_code, config=config)
 
 

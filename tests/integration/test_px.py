@@ -45,7 +45,7 @@ def test_a_student_runs_code_on_two_workers(tmp_path: Path) -> None:
         _files_and_a_run(kernel, helper)
         code = kernel.run("%guava_up --show-code")
         code = next(word for word in code.split() if word.startswith("guava1:"))
-        assert "of this very notebook's session" in error_of(kernel, f"%guava_worker {code}")
+        assert "of this notebook's own session" in error_of(kernel, f"%guava_worker {code}")
         assert "The next run waits for 3 workers, before for 2." in kernel.run("%guava_up --workers 3")
         kernel.run("%guava_down")
         assert "the session of this code was closed" in error_of(kernel, f"%guava_worker {code}")

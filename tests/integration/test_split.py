@@ -279,7 +279,7 @@ def test_what_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConfigError, match="setup_dataset"):
         loader.start_loading()
     loader.setup_dataset((np.zeros((4, 2), np.float32), np.zeros(4, np.int64)))
-    with pytest.raises(ConfigError, match=r"192\.168\.1\.100 lets in only who knows its join code.*GUAVA_JOIN_CODE"):
+    with pytest.raises(ConfigError, match=r"192\.168\.1\.100 accepts only peers with its join code.*GUAVA_JOIN_CODE"):
         loader.start_loading(gpu_host="192.168.1.100", gpu_port=29500)
     trainer = GPUTrainer(port=0, device="cpu", config=CONFIG)
     with pytest.raises(ConfigError, match="setup_model"):

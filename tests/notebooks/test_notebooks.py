@@ -113,11 +113,11 @@ def test_it_is_stored_with_what_it_shows_and_without_widgets_paths_or_secrets(pa
             assert bool(failed) == ("raises-exception" in cell.metadata.get("tags", ())), (cell.id, failed)
 
 
-def test_pictures_of_the_readme_are_what_lessons_show() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_pictures_of_the_page_about_lessons_are_what_lessons_show() -> None:
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
     for name, (lesson, cell) in PICTURES.items():
         picture = (FOLDER / "pictures" / name).read_bytes()
-        assert f"notebooks/pictures/{name}" in readme
+        assert f"(pictures/{name})" in page
         found = figures(notebook_at(FOLDER / f"{lesson}.ipynb"), cell)
         assert picture[:4] == b"\x89PNG" and (not found or picture == found[-1]), name
 

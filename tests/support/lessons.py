@@ -35,7 +35,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 WORKER = "01_colab_worker"
 #: A lesson with its outputs is no larger.
 MOST_BYTES = 400_000
-#: Pictures for README and lessons: what a cell of a lesson shows, a figure as it is stored, a table as a browser draws it.
+#: Pictures for the page about lessons: what a cell of a lesson shows, a figure as it is stored, a table as a browser draws it.
 PICTURES = {
     "worker.png": ("01_colab_worker", "join"),
     "energy.png": ("08_energy", "recording"),

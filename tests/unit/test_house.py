@@ -255,7 +255,8 @@ def test_circles_are_found() -> None:
 # ------------------------------------------------------------------------------------------------------------ documents
 
 ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
-READMES = [PACKAGE / "README.md", ROOT / "tests" / "README.md", *(room / "README.md" for room in ROOMS)]
+PAGES = sorted(PACKAGE.glob("*.md"))
+READMES = [*PAGES, ROOT / "tests" / "README.md", *(room / "README.md" for room in ROOMS)]
 
 
 def table_files(readme: Path) -> list[str]:
@@ -286,7 +287,7 @@ def test_the_readme_of_a_room_names_its_files_and_no_others(room: Path) -> None:
     assert sorted(unnamed) == [], "files that the table leaves out"
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.parent.name)
+@pytest.mark.parametrize("readme", READMES, ids=lambda readme: f"{readme.parent.name}/{readme.name}")
 def test_paths_in_a_readme_lead_somewhere(readme: Path) -> None:
     paths = re.findall(r"`((?:\w+/)+(?:\w+(?:\.py|\.md)?)?|\w+\.py)`", readme.read_text(encoding="utf-8"))
     bases = (readme.parent, PACKAGE, ROOT)
@@ -294,18 +295,19 @@ def test_paths_in_a_readme_lead_somewhere(readme: Path) -> None:
     assert sorted(set(paths) - there) == []
 
 
-def test_methods_named_on_the_page_of_the_house_exist() -> None:
+def test_methods_and_fields_named_on_the_pages_of_the_house_exist() -> None:
     methods, bases = {}, {}
     for path in SOURCES:
         for found in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(found, ast.ClassDef):
-                methods[found.name] = {function.name for function in functions(found)}
+                fields = {ast.unparse(field.target) for field in found.body if isinstance(field, ast.AnnAssign)}
+                methods[found.name] = {function.name for function in functions(found)} | fields
                 bases[found.name] = [ast.unparse(base).partition("[")[0] for base in found.bases]
 
     def has(owner: str, method: str) -> bool:
         return method in methods.get(owner, ()) or any(has(base, method) for base in bases.get(owner, ()))
 
-    named = re.findall(r"`([A-Z]\w+)\.(\w+)", (PACKAGE / "README.md").read_text(encoding="utf-8"))
+    named = [found for page in PAGES for found in re.findall(r"`([A-Z]\w+)\.(\w+)", page.read_text(encoding="utf-8"))]
     assert named
     assert [f"{owner}.{method}" for owner, method in named if not has(owner, method)] == []
 

@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 from guava_nb import DistributedConfig, Orchestrator
 from guava_nb.spec.training_options import option_infos
+from tests.support.messages import texts
 
-ROOT = Path(__file__).parents[2] / "guava_nb"
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 #: A keyword argument and, in brackets, the word of a line that says the same.
 BOTH = re.compile(r"\b([a-z]\w*)=[^ (]* \(--([a-z][a-z0-9-]*)")
-#: Words of other programs: pip, tensorboard, torchrun.
-OTHERS = {"force-reinstall", "logdir", "nproc-per-node"}
+#: Words of other programs: pip, tensorboard, torchrun, ray, docker, kubectl, srun and squeue.
+OTHERS = {"force-reinstall", "logdir", "nproc-per-node", "head", "ipc", "from-file", "kill-on-bad-exit", "user"}
 #: Flags of modes, which settings have other words for.
 MODE = {"zero": "zero_stage", "schedule": "pipeline_schedule", "plan": "tensor_plan", "split": "pipeline_split"}
-
-
-@cache
-def texts() -> list[tuple[str, str]]:
-    """Texts of the package with their places, docstrings left out; an f-string is one text."""
-    return list(_texts())
-
-
-def _texts() -> Iterator[tuple[str, str]]:
-    for path in ROOT.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        skipped = {
-            id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
-        }
-        for one in ast.walk(tree):
-            if isinstance(one, ast.JoinedStr):
-                skipped |= {id(part) for part in one.values}
-                parts = (part.value if isinstance(part, ast.Constant) else "X" for part in one.values)
-                yield "".join(map(str, parts)), f"{path.name}:{one.lineno}"
-            elif isinstance(one, ast.Constant) and isinstance(one.value, str) and id(one) not in skipped:
-                yield one.value, f"{path.name}:{one.lineno}"
 
 
 def flags() -> set[str]:

@@ -44,9 +44,9 @@ class DialledWorkers:
             session.close("no hello came")
             self._sessions.pop(code.secret, None)
             raise cause or LinkTimeout(
-                f"{code.address} let us in and sent no hello within {options.connect_timeout_s:g} s: nobody serves there now "
-                "(call start_training or start_service there), or it is no worker but an orchestrator, whose code is for "
-                "%guava_worker"
+                f"{code.address} accepted the connection and sent no hello within {options.connect_timeout_s:g} s. Either no "
+                "worker serves there now (call start_training or start_service there), or the code is of an orchestrator: give "
+                "it to %guava_worker"
             )
         return cluster.name(rank)
 

@@ -253,7 +253,7 @@ def _check_ended(cluster: Cluster, job: CodeJob, on_output: OnOutput) -> None:
     ]
     if job.was_interrupted:
         if missing:
-            told = f"Not waited for any longer: {', '.join(missing)}; further work there begins when that code ends."
+            told = f"No longer waited for: {', '.join(missing)}; further work there begins when that code ends."
             on_output("", [told])
         raise KeyboardInterrupt
     if missing:

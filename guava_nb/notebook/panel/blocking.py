@@ -98,7 +98,7 @@ def interrupt_run(run: Any, count: int = 1, awaited: str = "", grace_s: float = 
     run.interrupt()
     if count == 1 and not stopping and awaited:
         return (
-            f"Stopping. Nobody is here to end the step: if nobody is back within {2 * grace_s:g} s, the run ends at the last "
+            f"Stopping. No worker is here to end the step: if none is back within {2 * grace_s:g} s, the run ends at the last "
             "committed step. Interrupt again (or %guava_stop) to end it there now."
         )
     if count == 1 and not stopping:

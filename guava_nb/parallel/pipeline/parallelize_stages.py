@@ -44,8 +44,8 @@ def pipeline_part(
     """
     if learning.criterion is None:
         raise ConfigError(
-            "a pipeline needs a criterion of outputs and targets (--loss): with a step function nobody but the user "
-            "knows which stage would run it"
+            "a pipeline needs a criterion of outputs and targets (--loss): which stage would "
+            "run a step function is not known"
         )
     # On the whole model, because in a stage alone a block may not repeat.
     again = matching(model, spec.checkpoint_activations, "checkpoint_activations (--checkpoint-activations)")

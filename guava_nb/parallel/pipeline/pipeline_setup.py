@@ -127,8 +127,9 @@ def costs_for(spec: ParallelSpec, example: Any) -> Callable[[Traced], list[float
             raise failure
         if bool((costs < 0).any()):
             raise ConfigError(
-                "balance='time' needs inputs of a typical micro-batch on rank 0 that the model can run; there are none, "
-                "use balance='parameters' or name the split points"
+                "pipeline_balance='time' (--balance time) needs inputs of a typical micro-batch on rank 0 that the model can "
+                "run, and there are none: use pipeline_balance='parameters' (--balance parameters), or name the modules that "
+                "begin a stage (pipeline_split=, --split)"
             )
         return [float(cost) for cost in costs]
 

@@ -160,7 +160,7 @@ def _tree(value: Any, tensors: list[Tensor]) -> list[Any]:
         return ["dict", list(value), [_tree(child, tensors) for child in value.values()]]
     raise ConfigError(
         f"a {type(value).__name__} would pass from one pipeline stage to the next; tensors and plain values in tuple, "
-        "list or dict can. Return one of these from the module before the cut, or cut elsewhere (split=)"
+        "list or dict can. Return one of these from the module before the cut, or cut elsewhere (pipeline_split=, --split)"
     )
 
 

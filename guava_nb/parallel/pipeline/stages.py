@@ -102,7 +102,9 @@ def _ancestors(model: nn.Module, names: Iterable[str]) -> set[str]:
     for name in names:
         if name not in modules:
             near = ", ".join(repr(known) for known in list(modules)[1:9])
-            raise ConfigError(f"split names {name!r}, which is no module of the model; it has {near} and so on")
+            raise ConfigError(
+                f"pipeline_split (--split) names {name!r}, which is no module of the model; it has {near} and so on"
+            )
         parts = name.split(".")
         found |= {".".join(parts[:length]) for length in range(1, len(parts))}
     return {name for name in found if not is_plain_sequential(modules[name])}
@@ -178,7 +180,8 @@ def find_cuts(traced: Traced, stages: int, split: Sequence[str], costs: Callable
         return balanced_cuts(costs(traced), stages)
     if len(split) != stages - 1:
         raise ConfigError(
-            f"split names {len(split)} modules, so {len(split) + 1} stages; the mesh has {stages}, name {stages - 1}"
+            f"pipeline_split (--split) names {len(split)} modules, so {len(split) + 1} stages; the mesh has {stages}, name "
+            f"{stages - 1}"
         )
     cuts = sorted(_unit_at(traced, name) for name in split)
     if cuts[0] == 0 or len(set(cuts)) < len(cuts):
@@ -194,7 +197,9 @@ def _unit_at(traced: Traced, name: str) -> int:
         if unit == name or unit.startswith(f"{name}."):
             return index
     known = ", ".join(map(repr, traced.names[:12]))
-    raise ConfigError(f"split names {name!r}, which the model's forward does not call; it calls {known}")
+    raise ConfigError(
+        f"pipeline_split (--split) names {name!r}, which the model's forward does not call; it calls {known}"
+    )
 
 
 def split_model(

@@ -192,7 +192,7 @@ def policy_of(buffers: str, name: str) -> str:
     for part in buffers.split(","):
         pattern, _, policy = part.strip().rpartition("=")
         if policy.strip() not in POLICIES:
-            raise ValueError(f"{part.strip()!r} is not one of {', '.join(POLICIES)}, nor pattern=one of them")
+            raise ValueError(f"{part.strip()!r} is not one of {', '.join(POLICIES)}, nor NAME=one of them")
         if not found and fnmatchcase(name, pattern.strip() or "*"):
             found = policy.strip()
     return found or "auto"

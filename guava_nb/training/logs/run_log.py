@@ -84,7 +84,7 @@ class _WriterThread:
                 self._told = True
                 self._notice(
                     f"the log {self.kind} cannot be written now ({type(error).__name__}: {error}). The run goes on; it is tried "
-                    f"again every {_RETRY_S:.0f} s, and told no more"
+                    f"again every {_RETRY_S:.0f} s, and not told again"
                 )
             return False
         return True

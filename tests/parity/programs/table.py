@@ -191,8 +191,8 @@ class Table:
         if run.check and run.check["known"]:  # nothing changed since a run that told it
             notices += self._told.get(program.name, [])
         self._told[program.name] = notices
-        if mode == "tensor" and NOISY in program.told.values():  # nothing is cut: README's limits tell it of every run
-            notices.append(f"README.md: {NOISY}")
+        if mode == "tensor" and NOISY in program.told.values():  # nothing is cut: guava_nb/limits.md tells it
+            notices.append(f"guava_nb/limits.md: {NOISY}")
         state, reference = run.model().state_dict(), _plain(program.name)
         if isinstance(reference, Exception):
             return "silent", f"plain PyTorch raises {reference!r}"

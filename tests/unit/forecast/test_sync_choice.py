@@ -145,7 +145,7 @@ def test_step_sync_over_a_home_line_is_told_to_take_longer_than_one_worker() -> 
 @pytest.mark.parametrize(
     ("paces", "refused", "why"),
     [
-        (home()[:1], "", "one worker has nobody to exchange with"),
+        (home()[:1], "", "there is only one worker"),
         (home(), "fp16 scales the loss alike on all workers", "fp16 scales the loss alike on all workers"),
         ([home()[0], WorkerPace("w2", 5.0)], "", "how fast its line is at w2 is not known"),
         ([home()[0], replace(home()[1], samples_s=None)], "", "its step time at w2 is not known"),

@@ -15,7 +15,7 @@ from guava_nb.notebook.up import memory_caution
 from guava_nb.protocol.joincode import JoinCode
 from tests.support.fake_session import SECRET_CODE, FakeOrchestrator
 
-RULE = "Binder lets nobody in"
+RULE = "Binder accepts no connection from outside"
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def test_however_the_waiting_ends_the_code_goes(notebook: Any, page: Page, end: 
     waits(notebook.orchestrator, end)
     shown = notebook.run(TRAIN)
     assert not shown.ok and "Traceback" not in shown.text
-    assert shown.lines[-1].startswith(("RendezvousTimeout: 0 of 2", "Interrupted: %guava_train waits no more"))
+    assert shown.lines[-1].startswith(("RendezvousTimeout: 0 of 2", "Interrupted: %guava_train waits no longer"))
     assert sum(SECRET_CODE in html for html in page.states) == 2
     assert sum(SECRET_CODE in html for html in page.outputs.values()) == 1
     assert not notebook.orchestrator.run, "nothing was started"

@@ -183,7 +183,7 @@ def test_forked_children_do_not_hold_sockets_open() -> None:
     ("host", "number", "words"),
     [
         ("127.0.0.1", errno.ECONNREFUSED, "this machine itself, .*guava_up --tunnel"),
-        ("192.0.2.1", errno.ECONNREFUSED, "nobody listens at this port any more"),
+        ("192.0.2.1", errno.ECONNREFUSED, "no session listens at this port any more"),
         ("192.0.2.1", errno.EHOSTUNREACH, "no way leads there from this machine: is it online"),
         ("192.0.2.1", errno.ENETUNREACH, "no way leads there"),
     ],

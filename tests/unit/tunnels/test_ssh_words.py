@@ -14,7 +14,7 @@ from guava_nb.tunnels.ssh_words import Asked, forwarded_port, is_chatter, why_no
     [
         ("ssh: Could not resolve hostname lab: Name or service not known", "finds no machine called lab"),
         ("ssh: Could not resolve hostname lab: No such host is known. ", "finds no machine called lab"),
-        ("ssh: connect to host lab port 22: Connection refused", "nobody answers at its ssh port"),
+        ("ssh: connect to host lab port 22: Connection refused", "its ssh port does not answer"),
         ("ssh: connect to host lab port 22: Connection timed out", "did not answer in time"),
         ("ssh: connect to host lab port 22: No route to host", "did not answer in time"),
         ("Connection timed out during banner exchange", "did not answer in time"),
@@ -26,7 +26,7 @@ from guava_nb.tunnels.ssh_words import Asked, forwarded_port, is_chatter, why_no
             "WARNING",
         ),
         ("Error: remote port forwarding failed for listen port 4000", "does not listen on port 4000 for us"),
-        ("kex_exchange_identification: Connection closed by remote host", "before anybody was let in"),
+        ("kex_exchange_identification: Connection closed by remote host", "before the login"),
         ("/home/me/.ssh/config: line 3: Bad configuration option: nonsense", "Bad configuration option: nonsense"),
         ("", "it said nothing"),
     ],
@@ -37,7 +37,7 @@ def test_each_refusal_has_its_sentence(said: str, words: str) -> None:
 
 def test_a_refusal_of_any_port_means_that_forwarding_is_forbidden() -> None:
     said = ["Error: remote port forwarding failed for listen port 0"]
-    assert "forbids to forward ports" in why_not(said, Asked("lab", 0))
+    assert "forbids port forwarding" in why_not(said, Asked("lab", 0))
 
 
 def test_a_changed_key_names_the_line_that_forgets_the_old_one() -> None:

@@ -1,0 +1,89 @@
+"""The pages for readers: README stays short and names what the code has; links and paths of all pages lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from guava_nb.config import MODES
+from guava_nb.spec.training_options import option_infos
+from guava_nb.tunnels import tunnel_names
+from tests.support.readme_tables import README, with_table
+
+ROOT = README.parent
+PACKAGE = ROOT / "guava_nb"
+#: Every page that a reader may be led to.
+PAGES = sorted(
+    path for folder in ("guava_nb", "notebooks", "tests") for path in (ROOT / folder).rglob("*.md")
+) + sorted(ROOT.glob("*.md"))  # fmt: skip
+README_LINES = 250
+#: About a page and a half. Longer are the wire's specification, whose tables tests compare, and two rooms with tables of states.
+ROOM_LINES, LONGER = 100, {"protocol", "sync", "training"}
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def section(title: str) -> str:
+    return text_of(README).partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of(README).splitlines()) <= README_LINES
+
+
+def test_the_readme_of_a_room_is_a_page_and_a_half() -> None:
+    lines = {page.parent.name: len(text_of(page).splitlines()) for page in PACKAGE.glob("*/README.md")}
+    assert {room: count for room, count in lines.items() if count > ROOM_LINES and room not in LONGER} == {}
+
+
+def test_the_table_of_magics_is_that_of_the_code() -> None:
+    assert text_of(README) == with_table(text_of(README)), "run python -m tests.support.readme_tables"
+
+
+def test_the_tables_of_tunnels_and_modes_leave_none_out() -> None:
+    tunnels = {word.split(":")[0] for word in re.findall(r"^\| `([^`-][^`]*)`", section("Which tunnel"), re.M)}
+    assert tunnels == set(tunnel_names())
+    modes = section("Which mode, which sync")
+    assert [mode for mode in MODES if f"%guava_mode {mode}" not in modes] == []
+    choices = {one.name: one.choices for one in option_infos()}
+    assert [word for word in choices["sync"] if word not in modes] == []
+    assert [
+        word for word in choices["wire"] if word != "fp32" and f"`{word}`" not in modes and f"wire {word}`" not in modes
+    ] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_of_a_page_lead_to_a_page_and_a_heading(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text_of(page)):
+        name, _, anchor = link.partition("#")
+        there = page if not name else (page.parent / name).resolve()
+        if not there.exists() or (anchor and anchor not in anchors(text_of(there))):
+            broken.append(link)
+    assert broken == []
+
+
+def test_every_room_and_every_page_can_be_reached_from_the_page_of_the_house() -> None:
+    house = text_of(PACKAGE / "README.md")
+    rooms = [path.parent.name for path in PACKAGE.glob("*/__init__.py")]
+    assert [room for room in rooms if f"({room}/README.md)" not in house] == []
+    assert [
+        page.name for page in PACKAGE.glob("*.md") if page.name != "README.md" and f"({page.name})" not in house
+    ] == []
+
+
+def test_the_glossary_is_short_and_explains_each_term_once() -> None:
+    glossary = text_of(PACKAGE / "README.md").partition("## Glossary")[2].partition("\n## ")[0]
+    terms = [term for row in re.findall(r"^\| (.+?) \|", glossary, re.M)[2:] for term in row.split(", ")]
+    assert len(re.findall(r"^\| ", glossary, re.M)) - 2 <= 30
+    assert len(terms) == len(set(terms))
