@@ -288,7 +288,9 @@ class NotebookSession:
     def resume(self, args: argparse.Namespace) -> str:
         """Load a checkpoint; returns the sentence on it."""
         source = Path(args.path).expanduser()
-        return loaded_text(source, self._asked(args).load_checkpoint(source))
+        orchestrator = self._asked(args)
+        notices = Notices(orchestrator)
+        return "\n".join([loaded_text(source, orchestrator.load_checkpoint(source)), *notices.latest()])
 
     def log(self, worker: str | None, num_lines: int) -> list[str]:
         """Last lines of one worker or of all; in a worker's notebook, of that worker."""

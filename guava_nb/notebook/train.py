@@ -86,10 +86,9 @@ def training_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
 
 def loaded_text(source: Path, at: Mapping[str, Any]) -> str:
     """The sentence on a checkpoint that was loaded; `at` as `Orchestrator.load_checkpoint` gives it."""
-    kept = f" Before that, %guava_save PATH keeps it: no file has what {at['unsaved']}." if "unsaved" in at else ""
     return (
         f"Loaded {source}: step {at['step']}, whole epochs done: {at['epoch']}. The next %guava_train goes on from there; its "
-        f"--epochs counts from the very beginning, so give more than {at['epoch']}.{kept}"
+        f"--epochs counts from the very beginning, so give more than {at['epoch']}."
     )
 
 

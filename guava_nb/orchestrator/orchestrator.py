@@ -455,7 +455,7 @@ class Orchestrator(Generating, SessionHost):
         return target
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Read a checkpoint and go on from it at the next start_training; returns step and epoch, and what is `unsaved` by then.
+        """Read a checkpoint and go on from it at the next start_training; returns step and epoch.
 
         Whether it fits is seen there. Where no model was registered, the one that the checkpoint names is taken, if a shared
         cell defines it.
@@ -464,4 +464,4 @@ class Orchestrator(Generating, SessionHost):
             CheckpointError: it cannot be read.
         """
         content = self._replica_sets.load(Path(path))
-        return {"step": int(content["step"]) + 1, "epoch": content["position"]["epoch"], **self._replica_sets.unsaved}
+        return {"step": int(content["step"]) + 1, "epoch": content["position"]["epoch"]}

@@ -105,19 +105,19 @@ class ReplicaSets:
         held = self.trained or self._replaced
         return held if held is None or held.predecessor is None else held.predecessor
 
-    @property
-    def unsaved(self) -> dict[str, str]:
-        """What was trained and no file has, as in "run-2 trained in 40 steps"; nothing where there is nothing."""
-        last = self.trained or self._replaced
-        return {} if last is None or last.is_saved else {"unsaved": f"{last.run_id} trained in {last.step + 1} steps"}
-
     def load(self, path: Path) -> dict[str, Any]:
         """Read the checkpoint that the next run goes on from; returns what is in it.
 
         Raises:
             CheckpointError: it cannot be read.
         """
-        self.loaded = checkpoint.Loaded(path, checkpoint.read(path))
+        self.loaded, last = checkpoint.Loaded(path, checkpoint.read(path)), self.trained or self._replaced
+        if last is not None and not last.is_saved:
+            self._notices.add(
+                f"no file has what {last.run_id} trained in {last.step + 1} steps: before the next run begins elsewhere, "
+                "save_checkpoint(path) (%guava_save PATH) keeps it",
+                "run",
+            )
         return self.loaded.content
 
     def fetch(self, replica_set: ReplicaSet) -> dict[str, Any]:

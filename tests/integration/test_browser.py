@@ -47,7 +47,8 @@ LOAD, UP, SHARE, LOADERS, LONG, STATUS, SHORT, ENERGY, RUNS, SHOW, DETACHED, FOL
 CELLS = [
     "%load_ext guava_nb", "%guava_up --local 2 --workers 3", MODEL, DATA, TRAIN.format(2000), "%guava_status",
     TRAIN.format(3), "%guava_energy", "%guava_runs run-1 run-2 --csv runs.csv --png runs.png",
-    "%guava_predict --data test --show", TRAIN.format(3) + " --detach", "%guava_status --follow", "%env GUAVA_UI=text", TRAIN.format(3), "%guava_status",
+    "%guava_predict --data test --show", TRAIN.format(3) + " --detach", "%guava_status --follow", "%env GUAVA_UI=text",
+    TRAIN.format(3), "%guava_status",
     "%guava_down",
 ]  # fmt: skip
 #: Where its kernel keeps sessions: `guava status` here finds no other test's.

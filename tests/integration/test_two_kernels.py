@@ -227,7 +227,7 @@ def test_a_mistake_is_one_line_that_says_what_to_do(pair: Pair, tmp_path: Path) 
     refused = error_of(laptop, f"{TRAIN} --loss CrossEntropyLoss")
     assert "would throw away what the last one trained in 23 steps: another model was chosen since" in refused
     told = laptop.run(f"%guava_resume {tmp_path / 'net.pt'} --model Net")
-    assert "no file has what" in told and "%guava_save PATH keeps it" in told
+    assert "no file has what" in told and "(%guava_save PATH) keeps it" in told
     laptop.run("scale = 2")
     laptop.run(
         "%%guava_share --name loss\ndef scaled(outputs, targets):\n    return scale * slow_loss(outputs, targets)"
