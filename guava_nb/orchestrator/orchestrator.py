@@ -9,7 +9,7 @@ import dataclasses
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +96,7 @@ class Orchestrator(Generating, SessionHost):
 
     def _new_cluster(self) -> Cluster:
         cluster = super()._new_cluster()
-        me = weakref.ref(self)  # the cluster's thread shall not hold this
-
-        def on_idle_leave(rank: int) -> None:
-            here = me()
-            take_over(None if here is None else here._replica_sets.held_by_workers, cluster, rank)
-
-        cluster.on_idle_leave = on_idle_leave
+        cluster.on_idle_leave = _hands_over(weakref.ref(self), cluster)
         return cluster
 
     def close(self) -> None:
@@ -110,9 +104,7 @@ class Orchestrator(Generating, SessionHost):
 
         An interrupt gives the state up that is waited for; what is lost so is told. Then it waits for the end of the rest.
         """
-        if self._is_copy:
-            return
-        is_idle, left = self.run is None or self.run.done, self._replica_sets.left
+        is_idle, left = not self._is_copy and (self.run is None or self.run.done), self._replica_sets.left
         if self._cluster is not None and is_idle and (lost := left.bring_home(self._cluster, self._patience_s)):
             self._notices.add(lost)
             warnings.warn(lost, stacklevel=2)
@@ -465,3 +457,13 @@ class Orchestrator(Generating, SessionHost):
         """
         content = self._replica_sets.load(Path(path))
         return {"step": int(content["step"]) + 1, "epoch": content["position"]["epoch"]}
+
+
+def _hands_over(session: weakref.ref[Orchestrator], cluster: Cluster) -> Callable[[int], None]:
+    """What a member does that leaves between two runs; the cluster's thread, which keeps this, shall not keep the session."""
+
+    def on_idle_leave(rank: int) -> None:
+        here = session()
+        take_over(None if here is None else here._replica_sets.held_by_workers, cluster, rank)
+
+    return on_idle_leave
