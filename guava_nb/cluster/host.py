@@ -148,10 +148,8 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         return text, (make_tunnel(text, asked_here(ask)) if text else None)
 
     def _new_cluster(self) -> Cluster:
-        notices = self._notices
-        cluster = Cluster(
-            OutputLog(self.log_folder), notices.add, lambda sentence: notices.add(sentence, "run"), self.diary.add
-        )
+        notices, log = self._notices, OutputLog(self.log_folder)
+        cluster = Cluster(log, notices.add, lambda sentence: notices.add(sentence, "run"), self.diary.add)
         cluster.least_wait_s = self.config.grace_s
         return cluster
 
@@ -180,9 +178,8 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         self._listener, self.goes_on = listener, saved is not None
         if self._file is not None:
             self.local_before = self._file.local()
-            pem, key = (
-                (b"", b"") if listener.certificate is None else (listener.certificate.pem, listener.certificate.key)
-            )
+            shown = listener.certificate
+            pem, key = (b"", b"") if shown is None else (shown.pem, shown.key)
             session_id = self._have_cluster().session_id
             self._file.save(SavedSession(listener.secret, pem, key, listener.port, session_id))
             me = weakref.ref(self)  # a session that is dropped must not live on for this

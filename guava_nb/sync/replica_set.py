@@ -84,18 +84,14 @@ class ReplicaSet(StateAtWorkers):
     ) -> None:  # fmt: skip
         """Start with no worker prepared."""
         super().__init__(run_id, master, elastic)
-        self.spec = spec
+        self.spec, self.cells, self.route, self.least = spec, tuple(cells), route, least
         self.unit = "step" if spec.rounds is None else "round"
-        self.cells = tuple(cells)
-        self.route = route
-        self.least = least
-        self.layout_text = ""
+        self.layout_text = self.gone_on_in = ""
         self.checks: dict[bytes, Any] = {}
         self.code: CodeHere | None = None
         self.after: tuple[str, int] | None = None
         self.from_seed = self.goes_on = False
         self.predecessor: ReplicaSet | None = None
-        self.gone_on_in = ""
         self.saved_step: int | None = -1  # before the first one nothing was trained
         self._digest: str | None = None  # of the weights of step 0
         self.registered: nn.Module | None = None
