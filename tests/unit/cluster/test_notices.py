@@ -4,7 +4,7 @@ import logging
 
 from guava_nb.cluster.notices import KEPT, OFTEN, OFTEN_S, LineBreaks, Notices
 
-ALONE = "phone: connection broke (it ended); nobody else is here, so its work waits for it"
+ALONE = "phone: connection broke (it ended); no other worker is here: its work waits"
 
 
 def last(notices: Notices, count: int) -> tuple[str, ...]:
