@@ -99,6 +99,10 @@ class SourceError(GuavaError):
     """Shared cells cannot run on another machine."""
 
 
+class CellLeftOut(SourceError):
+    """What was asked for is of a shared cell that cannot run on another machine and was left out."""
+
+
 class ProtocolError(GuavaError):
     """Something about the bytes on a connection."""
 

@@ -16,7 +16,7 @@ import torch
 from guava_nb.errors import ConfigError
 from guava_nb.export.facts import ExportFacts
 
-__all__ = ["FORMS", "export", "to_be_filled_in"]
+__all__ = ["FORMS", "export"]
 
 #: What a program is started by: torchrun, Ray Train's TorchTrainer, Lightning Fabric.
 FORMS = ("torch", "ray", "fabric")
@@ -80,10 +80,3 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be written: {error}") from error
-
-
-def to_be_filled_in(path: Path) -> str:
-    """Return a sentence on what a program that was written lacks, with a space before it; "" where it lacks nothing."""
-    if "TO BE FILLED IN" not in path.read_text(encoding="utf-8"):
-        return ""
-    return " Its data was only in this notebook: fill in build_data() there first, or write it with --save-data."

@@ -73,7 +73,9 @@ class AttachedProcess:
             self._process.stdin.flush()
 
     def said(self) -> list[str]:
-        """The last lines that the program or the command wrote."""
+        """The last lines that the program or the command wrote; of one that has ended all of them."""
+        if self._process.poll() is not None:
+            self._thread.join(END_S)  # what it left to read; longer only where a child of it still writes
         with self._news:
             return list(self._lines)
 

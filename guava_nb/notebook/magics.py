@@ -12,7 +12,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
-from guava_nb.export.write import to_be_filled_in
+from guava_nb.export.blanks import to_be_filled_in
 from guava_nb.launchers import launcher_names
 from guava_nb.notebook import commands
 from guava_nb.notebook.completion import files, install_completion, loaders, names, remove_completion

@@ -18,7 +18,7 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from guava_nb.errors import SourceError
+from guava_nb.errors import CellLeftOut, SourceError
 from guava_nb.protocol.messages import Cell
 from guava_nb.spec.cell_checks import (
     cells_left_out,
@@ -197,7 +197,7 @@ def resolve(name: str, module: types.ModuleType | None) -> Any:
     found: Any = module
     for part in path.split("."):
         if found is module and (why := getattr(module, _LEFT_OUT, {}).get(part)):
-            raise SourceError(f"{name!r} cannot be used: {why}")
+            raise CellLeftOut(f"{name!r} cannot be used: {why}")
         if found is None or not hasattr(found, part) or part.startswith("__"):
             raise SourceError(_not_found(name, part, found, package if colon else ""))
         found = getattr(found, part)

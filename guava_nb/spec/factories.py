@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from guava_nb.errors import ConfigError, GuavaError, PreparationError
+from guava_nb.errors import CellLeftOut, ConfigError, GuavaError, PreparationError
 
 __all__ = ["Resolve", "build", "check_arguments", "find", "near"]
 
@@ -47,7 +47,7 @@ def find(
         return torch_names[name]
     try:
         found = resolve(name)
-    except ImportError:
+    except (ImportError, CellLeftOut):
         raise
     except (GuavaError, LookupError, AttributeError) as error:
         hint = near(name, torch_names)

@@ -50,6 +50,8 @@ def test_a_process_that_lost_its_device_is_replaced_and_the_next_run_trains(sess
     with pytest.raises(RemoteError, match="device-side assert triggered. The process cannot use its device"):
         run.wait(40) and run.result()
     eventually(lambda: only.handle.alive and only.pid != before and session.ready() == [only.name], 60, "it is back")
-    assert "1 of 3" in only.handle.status().detail or only.handle.status().state == "ready"
+    eventually(
+        lambda: only.handle.status().state == "ready" or "1 of 3" in only.handle.status().detail, 20, "it says so"
+    )
     only.release()
     session.assert_undisturbed(session.train(loader(), cell=cell), PlainTraining(session.folder, loader()).epochs(2))

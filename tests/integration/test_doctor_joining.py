@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -226,7 +227,7 @@ def test_a_slow_line_is_told_with_what_helps() -> None:
     with world() as made, Relay(made.listener.port, rate_bytes_s=500_000, round_trip_s=0.02) as relay:
         checks = check_join(made.listener.join_code(port=relay.port).encode())
     assert checks[-1].status == "warning" and exit_status(checks) == 0
-    assert "10 MB of batches come in 2" in checks[-1].detail  # 20 s, more or less
+    assert re.search(r"10 MB of batches come in (1[6-9]|2\d)(\.\d)? s", checks[-1].detail)  # 20 s, more or less
     assert "--cache memory" in checks[-1].fix
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb import Orchestrator, WorkerData
 from guava_nb.errors import ConfigError
-from guava_nb.export.write import to_be_filled_in
+from guava_nb.export.blanks import to_be_filled_in
 from guava_nb.training.run import Run
 from tests.support.session import direct_session
 
