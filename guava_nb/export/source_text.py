@@ -199,7 +199,7 @@ def _refuse_guava(cell: Cell) -> None:
 
 #: What programs import for the names that they use.
 _KNOWN = (
-    "import argparse", "import hashlib", "import itertools", "import logging", "import os", "import random",
+    "import argparse", "import gc", "import hashlib", "import itertools", "import logging", "import os", "import random",
     "import numpy as np", "import torch", "import torch.distributed as dist", "from collections import OrderedDict",
     "from collections.abc import Iterable, Iterator, Sequence", "from functools import cache, partial",
     "from itertools import islice", "from math import gcd", "from pathlib import Path", "from typing import Any",

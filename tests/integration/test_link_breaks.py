@@ -98,7 +98,8 @@ def test_a_message_gets_through_a_line_that_passes_a_part_of_it_at_a_time(
         sender.send(*numbered(0, Channel.CHECKPOINT, nbytes))
         receiver.wait_for(MessageArrived)
         check_exactly_once(receiver, [Channel.CHECKPOINT], 1, lambda number: nbytes)
-        assert sum(link.bytes[way] for link in relay.links) < (2 if reset else 1.3) * nbytes
+        # Some of what a connection passed last may not be read before the next one asks where to go on.
+        assert sum(link.bytes[way] for link in relay.links) < 2 * nbytes
 
 
 @pytest.mark.parametrize("way", [UP, DOWN])
