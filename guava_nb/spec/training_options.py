@@ -125,13 +125,13 @@ class TrainingOptions:
             machine; "local" lets each worker take `sync_every` steps on its own part of the batches and then takes one common
             step, which sends that much less over slow lines and is another algorithm (DiLoCo, local SGD). Data mode at the hub.
             "auto" measures lines and steps before the run, takes "step" where the line costs less than a quarter of the
-            computing, else the shortest rounds of which the line takes a tenth, of outer "partial" unless a wire is
-            given, and says what it chose.
+            computing, else the shortest rounds of which the line takes a tenth (of outer "partial" in runs
+            of 4,000 steps and more, unless a wire is given), and says what it chose.
         sync_every: optimizer steps of a round of local sync; by default 30.
         outer: what the workers' mean way of a round goes into: "nesterov" (DiLoCo), "average", the mean of their weights,
             "sparse" (SparseLoCo), which sends the largest 1/64 of each worker's way at 2 bits and the rest with later rounds, or
             "partial", which sends as much, leaves the rest in the worker's own weights and takes of each element the mean of
-            those who sent it: measured, it trains best at few bytes. By default average.
+            those who sent it: measured, it trains best at few bytes in long runs. By default average.
         outer_lr: learning rate of that common step; of nesterov 0.7 by default, else 1.
         outer_momentum: momentum of nesterov, below 1; by default 0.9.
         outer_args: of sparse and partial: density, the part that is sent (above 0, up to 1), by default 1/64; bits of each
@@ -359,15 +359,15 @@ class TrainingOptions:
             )
         return replace(settled, max_grad_norm=settled.max_grad_norm or None)
 
-    def synced(self, sync: str, sync_every: int, unlike: bool = False) -> Self:
+    def synced(self, sync: str, sync_every: int, unlike: bool = False, outer: str = "average") -> Self:
         """Return settled options with what sync="auto" has chosen; rounds of `unlike` workers have measured shares.
 
-        Its rounds are of partial averaging, which has a format of its own; where a wire format was given, of averaging.
+        Its rounds are of `outer`; where a wire format was given, of averaging.
         """
         shares = MEASURED if unlike and self.shares is None else self.shares
         shares = None if sync == "step" and shares == MEASURED else shares
-        outer = "partial" if sync == "local" and self.wire == "fp32" else None
-        return replace(self, sync=sync, sync_every=sync_every, shares=shares, outer=outer)._with_rounds()
+        chosen = outer if sync == "local" and self.wire == "fp32" else None
+        return replace(self, sync=sync, sync_every=sync_every, shares=shares, outer=chosen)._with_rounds()
 
     def _with_rounds(self) -> Self:
         """Fill in what a round of local sync is like; of a run that exchanges every step a round is one step."""
