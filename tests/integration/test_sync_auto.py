@@ -83,6 +83,9 @@ def test_a_slow_line_gets_rounds_and_a_fast_one_gets_exact_steps(
     assert made.sync is not None and made.sync.sync == "local" and made.steps == 4
     assert "an exchange after each" in repr(made) and "(chosen)" in repr(made) and "alone" in repr(made)
     assert len(made.ways()) == 7 and all(row[2] != "-" for row in made.ways())
+    assert "of which the largest" not in made.sync.sentence  # too few steps for that
+    long = session.orch.forecast(loader(), None, 1000, **options(sync="auto"))
+    assert long.sync is not None and "of which the largest 1/64 travels" in long.sync.sentence
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a line over which alone may be faster
         run = session.orch.start_training(loader(), num_epochs=1, progress=False, **options(sync="auto"))
