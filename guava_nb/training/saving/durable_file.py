@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from guava_nb.config.state_folder import sync_folder
 from guava_nb.config.units import show_bytes
 
 __all__ = ["NotWritten", "Sink", "write_durably"]
@@ -76,7 +77,7 @@ def write_durably(path: Path, write: Callable[[Sink], None], needed_bytes: int) 
         _remove_abandoned(path.parent)
         _write_through(partial, write)
         os.replace(partial, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -95,15 +96,6 @@ def _write_through(partial: Path, write: Callable[[Sink], None]) -> None:
         os.fsync(handle)  # else a loss of power may leave the name without the content
     finally:
         os.close(handle)
-
-
-def _sync_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # Windows cannot open a folder, and some network drives cannot sync one
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _remove_abandoned(folder: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from guava_nb.config.state_folder import sync_folder
 from guava_nb.config.units import show_bytes
 from guava_nb.protocol.messages import Tree
 
@@ -94,7 +95,7 @@ class StateFiles:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
             raise
-        _sync(self.folder)
+        sync_folder(self.folder)
         return found, needed
 
     def read(self, run_id: str, run_digest: str, number: int) -> tuple[SavedRecord, memoryview, str] | None:
@@ -163,15 +164,6 @@ def _write(path: Path, parts: Sequence[bytes | memoryview]) -> str:
 def _write_all(handle: int, data: memoryview) -> None:
     while len(data):
         data = data[os.write(handle, data) :]
-
-
-def _sync(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # Windows cannot open a folder, and some network drives cannot sync one
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _within(folder: Path) -> list[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,15 +14,6 @@ from guava_nb.cli import join_file
 from guava_nb.cli.join_file import JoinFile
 from guava_nb.errors import ConfigError
 from tests.support.processes import eventually
-
-
-@pytest.fixture
-def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    reading, writing = os.pipe()
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(fileno=lambda: reading))
-    yield writing
-    for end in (reading, writing):
-        os.close(end)
 
 
 def test_a_file_is_read_and_read_again_when_it_has_changed(tmp_path: Path) -> None:

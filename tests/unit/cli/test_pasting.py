@@ -5,22 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from guava_nb.cli.pasting import PastedLines
 from tests.support.processes import eventually
-
-
-@pytest.fixture
-def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    reading, writing = os.pipe()
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(fileno=lambda: reading))
-    yield writing
-    for end in (reading, writing):
-        os.close(end)
 
 
 def gone() -> bool:
