@@ -33,6 +33,7 @@ from guava_nb.replica.model.resident import held
 from guava_nb.row_cache.policy import WorkerCaches
 from guava_nb.spec.cells import resolve
 from guava_nb.spec.changed_code import CodeHere
+from guava_nb.spec.round_options import SPARSE_METHODS
 from guava_nb.spec.run_spec import mode_of
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training.byte_budget import Budget, Costs, Limit, refuse_small
@@ -189,7 +190,7 @@ def sync_work(planned: PlannedRun, rounds: RoundSpec | None = None) -> SyncWork:
     run, plan = planned.facts(), planned.plan
     parts, layout, left = parts_of(run), run.replica_set.master.layout, plan.steps_left(run.replica_set.step)
     whole, exchanges, batches = parts.run(), parts.steps(), plan.feed.batches_per_epoch
-    return SyncWork(
+    work = SyncWork(
         samples=run.train.batch_rows * plan.accumulation_steps,
         sample_bytes=parts.train.row.out_bytes,
         up_bytes=parts.step.in_bytes / run.workers,
@@ -199,12 +200,20 @@ def sync_work(planned: PlannedRun, rounds: RoundSpec | None = None) -> SyncWork:
         steps=left,
         steps_per_epoch=batches and -(-batches // plan.accumulation_steps),
         sync_delay=0 if run.spec.rounds is None else run.spec.rounds.sync_delay,
-        **_of_rounds(run, rounds),
     )
+    return replace(work, **_of_rounds(run, rounds))
 
 
-def _of_rounds(run: RunFacts, rounds: RoundSpec | None) -> dict[str, float]:
+def _of_rounds(run: RunFacts, rounds: RoundSpec | None) -> dict[str, Any]:
     """Return what the exchange of a round is where it is another one than that of a step, by name."""
+    if run.spec.rounds is not None and run.spec.rounds.outer in SPARSE_METHODS:  # a step would send all
+        step, dense = parts_of(run).step, float(run.replica_set.master.weights_bytes)
+        return {
+            "up_bytes": dense,
+            "down_bytes": dense,
+            "round_up_bytes": step.in_bytes / run.workers,
+            "round_down_bytes": step.out_bytes / run.workers,
+        }
     if rounds is None or rounds.outer != "partial":
         return {}
     wire_format, _ = message_format(msgspec.structs.replace(run.spec, rounds=rounds))

@@ -98,6 +98,13 @@ def test_a_slow_line_gets_rounds_and_a_fast_one_gets_exact_steps(
     assert compared.sync.warning.startswith("an exchange in every step over these lines would take longer than w")
     assert compared.sync.warning in compared.answers() and not compared.sync.sentence
 
+    # So are rounds of sparse messages: an exchange in every step would send all, whatever theirs send.
+    sparse = session.orch.forecast(loader(), None, 1, **options(sync="local", sync_every=2, outer="partial"))
+    assert sparse.sync is not None and sparse.sync.ways[1].run_bytes == pytest.approx(
+        compared.sync.ways[1].run_bytes, rel=0.1
+    )
+    assert (sparse.sync.ways[2].run_bytes or 0) < (compared.sync.ways[1].run_bytes or 0) / 4
+
     quicken(session, monkeypatch)
     run = session.orch.start_training(loader(), num_epochs=1, progress=False, **options(sync="auto"))
     assert run.report()["sync"] == "step"
