@@ -2,24 +2,72 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from guava_nb.cluster.traffic import NOTHING, Traffic
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.rows import KEY_BYTES
-from guava_nb.data.split import RowSplitter
+from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.evaluation.batch_orders import BatchOrders
-from guava_nb.forecast.cached_rows import travelling
 from guava_nb.forecast.forecast import Feeding
 from guava_nb.forecast.run_facts import STEP, RunFacts, Sizes, rows_of
-from guava_nb.protocol.messages import Evaluated, RunSpec
-from guava_nb.row_cache.policy import CachePolicy, WorkerCaches, cost_function
+from guava_nb.protocol.messages import CacheSpec, Evaluated, RunSpec
+from guava_nb.row_cache.policy import CachePolicy, WorkerCaches, cost_function, deal
 from guava_nb.row_cache.writer import OutgoingBatch, RowWriter
 from guava_nb.sync.group_exchange import shares_of, tasks_of
 from guava_nb.sync.step_in_flight import StepHead, plan_step
 
-__all__ = ["training_batches", "validation_batches", "writer_for"]
+__all__ = ["training_batches", "travelling", "validation_batches", "writer_for"]
+
+# Which part of the samples travels in each epoch where workers keep them: the real rules, played with row numbers.
+#
+# Pure: knows numbers of rows and `row_cache.policy`; knows no data and no worker.
+
+#: Rows that are played at most; of larger data sets a part stands for all, with as much less room to keep them.
+_MOST_ROWS = 12_000
+#: Epochs that are played; in later ones about as much travels as in the last of these.
+_MOST_EPOCHS = 6
+
+
+def travelling(
+    cache: CacheSpec, row_bytes: int, rows: int, batch_rows: int, weights: Sequence[float], epochs: int, shuffled: bool
+) -> tuple[float, ...]:
+    """Return which part of the samples travels in each epoch, 0 to 1.
+
+    Args:
+        cache: where each worker keeps samples, and in how many bytes.
+        row_bytes: of one entry.
+        rows: samples of an epoch; batch_rows: of a batch.
+        weights: shares of the workers.
+        shuffled: another order in each epoch.
+    """
+    batch_rows = max(1, min(batch_rows, rows))
+    played = min(rows, max(_MOST_ROWS // batch_rows, 1) * batch_rows)
+    held = [CachePolicy(cache.budget_bytes * played // max(1, rows), cost_function(cache.mode)) for _ in weights]
+    found = []
+    for epoch in range(min(epochs, _MOST_EPOCHS)):
+        for one in held:
+            one.next_pass()
+        order = list(range(played))
+        if shuffled:
+            random.Random(epoch).shuffle(order)
+        sent = sum(_sent(order[at : at + batch_rows], held, weights, row_bytes) for at in range(0, played, batch_rows))
+        found.append(sent / max(1, played))
+    return tuple(found)
+
+
+def _sent(batch: Sequence[int], held: Sequence[CachePolicy], weights: Sequence[float], row_bytes: int) -> int:
+    """Deal one batch as a step does; returns how many of its rows travel."""
+    keys = [row.to_bytes(4, "little") for row in batch]
+    holders = [[place for place, one in enumerate(held) if key in one] for key in keys]
+    counts = [last - first for first, last in share_ranges(len(batch), list(weights))]
+    sent = 0
+    for one, rows in zip(held, deal(holders, counts), strict=True):
+        sent += len(one.order([keys[row] for row in rows], [row_bytes] * len(rows)).to_send())
+    return sent
+
 
 #: Rank, record, what it holds, and the rows that count: rows count once, though several ranks may get them.
 _Order = tuple[int, Any, OutgoingBatch, int]

@@ -14,7 +14,7 @@ from typing import Any
 
 from guava_nb.config.units import show_bytes, show_time
 
-__all__ = ["ROUNDS", "SyncChoice", "SyncWork", "Way", "WorkerPace", "choose_sync", "slower_than_alone"]
+__all__ = ["ROUNDS", "SyncChoice", "SyncWork", "Way", "WorkerPace", "choose_sync"]
 
 #: Optimizer steps of a round that may be chosen.
 ROUNDS = (5, 15, 30, 60)
@@ -209,11 +209,6 @@ def choose_sync(
         else f"sync auto: {_called(chosen)}, because {reason}; {_cost(chosen, ways[0], lone, dealt, work.density)}"
     )
     return SyncChoice(sync, chosen.every, sentence, (lone, *ways), warning, sync == "local" and dealt is not paces)
-
-
-def slower_than_alone(work: SyncWork, paces: Sequence[WorkerPace], every: int) -> str:
-    """Return the sentence on a run that would take longer than one worker alone; "" where it would not, or is not known."""
-    return choose_sync(work, paces, asked=every).warning
 
 
 def alone(work: SyncWork, paces: Sequence[WorkerPace]) -> Way:

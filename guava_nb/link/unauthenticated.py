@@ -26,7 +26,6 @@ class Unauthenticated:
         self._changed = threading.Condition()
         self._streams: OrderedDict[int, Stream | None] = OrderedDict()  # seat number to stream, longest seated first
         self._next = 0
-        self.evicted = 0
 
     def __len__(self) -> int:
         with self._changed:
@@ -69,6 +68,5 @@ class Unauthenticated:
     def _evict(self) -> None:
         for stream in self._streams.values():
             if stream is not None:
-                self.evicted += 1
                 stream.shutdown()
                 return

@@ -6,19 +6,20 @@ Everything that cannot be split right is refused here, before anything is traine
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
 
 from guava_nb.config.modes import check_combination
 from guava_nb.errors import ConfigError
 from guava_nb.parallel.checkpointing import checkpoint_activations
-from guava_nb.parallel.describe_layout import describe
 from guava_nb.parallel.interface import ModelPart
-from guava_nb.parallel.left_behind import refuse_left_behind
 from guava_nb.parallel.loss_interface import Learning, MakeOptimizer
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.optimizer_trial import check_optimizer, check_sharded_optimizer
@@ -34,7 +35,128 @@ from guava_nb.parallel.whole_model_part import WholeModelPart
 from guava_nb.protocol.messages import ParallelSpec
 from guava_nb.random_streams import streams_kept
 
-__all__ = ["MODES", "check_model", "check_parallel", "parallelize"]
+__all__ = ["MODES", "check_model", "check_parallel", "describe", "parallelize", "refuse_left_behind"]
+
+# What a model's plain attributes hold of parameters that spreading has replaced: lists of them, optimizers, other modules.
+#
+# A layer that is shared out, and what FSDP2 shards, gets new parameters under the old names. Who kept the old ones would go on
+# with the values of before, or with gradients that no step sees.
+
+#: Attributes that torch gives every module.
+_TORCHS = frozenset(vars(nn.Module()))
+#: Objects that are looked into, one inside another.
+_DEPTH = 4
+
+
+def refuse_left_behind(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    """Check that no attribute holds a parameter that is the model's no more.
+
+    Args:
+        model: what this rank has of it, spread.
+        before: the parameters that it had as a whole, by name.
+
+    Raises:
+        ConfigError: one does.
+    """
+    names = {id(parameter): name for name, parameter in before.items()}
+    now, seen = {id(parameter) for parameter in model.parameters()}, {id(module) for module in model.modules()}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in _TORCHS:
+                continue
+            for found, holder in _parameters(value, _DEPTH, set(seen)):
+                if id(found) in names and id(found) not in now:
+                    raise ConfigError(_text(f"{name}.{key}".lstrip("."), type(holder), names[id(found)]))
+
+
+def _parameters(value: Any, depth: int, seen: Set[int]) -> Iterator[tuple[nn.Parameter, Any]]:
+    """The parameters that a value holds, each with the optimizer or other object that has it."""
+    if isinstance(value, nn.Parameter):
+        yield value, value
+        return
+    if id(value) in seen or not depth or type(value).__module__.startswith(("guava_nb.", "torch.distributed")):
+        return
+    seen |= {id(value)}
+    if isinstance(value, Optimizer):
+        inside: Any = [group["params"] for group in value.param_groups]
+    elif isinstance(value, nn.Module):
+        inside = list(value.parameters())
+    elif isinstance(value, Mapping):
+        inside = list(value.values())
+    elif isinstance(value, list | tuple | set):
+        inside = list(value)
+    else:
+        inside = list(getattr(value, "__dict__", {}).values()) if not isinstance(value, type) else []
+    for one in inside:
+        for parameter, holder in _parameters(one, depth - 1, seen):
+            yield parameter, value if isinstance(value, Optimizer | nn.Module) else holder
+
+
+def _text(place: str, kind: type, name: str) -> str:
+    if issubclass(kind, Optimizer):
+        way = (
+            "it would step values that the run does not use. Give the run one optimizer for all parameters (--optimizer), whose "
+            "function may make groups of them, or train with one worker"
+        )
+    else:
+        way = (
+            "it would be read as it was before the run. Take parameters from their modules each time, or use data mode or "
+            "zero_stage=1 (--zero 1)"
+        )
+    what = f"an optimizer ({kind.__name__}) of" if issubclass(kind, Optimizer) else "parameter"
+    return f"the model's attribute {place!r} holds {what} {name!r}, of which each worker gets a part of its own here: {way}"
+
+
+# What a spread model looks like, in one sentence for people.
+
+#: How far above its fair share a stage may be before somebody should look at it.
+_UNEVEN = 1.7
+
+_WORDS = {
+    "column": "columns of {}",
+    "row": "rows of {}",
+    "head": "classes of {}",
+    "vocab": "words of {}",
+    "attention": "heads of {}",
+}
+
+
+def describe(begins: Sequence[str], counts: Sequence[int], plan: Plan) -> str:
+    """Say where stages begin and what ranks share; "" where there is neither.
+
+    Args:
+        begins: full name of the module that each stage begins with; empty without stages.
+        counts: parameters of each stage.
+        plan: of the whole model.
+    """
+    texts = []
+    if len(begins) > 1:
+        sized = zip(begins, counts, strict=True)
+        stages = ", ".join(f"{at + 1} with {name} ({count:,} parameters)" for at, (name, count) in enumerate(sized))
+        texts.append(f"stages begin: {stages}")
+        most, fair = max(counts), sum(counts) / len(counts)
+        if most > _UNEVEN * fair:
+            texts.append(
+                f"stage {counts.index(most) + 1} has {most / fair:.1f} times its fair share, because the model can be cut "
+                "at calls of whole modules only: call its blocks one by one in the model's forward, or put them into an "
+                "nn.Sequential"
+            )
+    kinds: dict[str, list[str]] = {}
+    for name, split in plan.splits.items():
+        kinds.setdefault(split.kind, []).append(name)
+    if kinds:
+        parts = [_WORDS[kind].format(_collapsed(names)) for kind, names in kinds.items()]
+        texts.append(f"shared out: {'; '.join(parts)}; all else is whole on every worker")
+    return ". ".join(texts)
+
+
+def _collapsed(names: Iterable[str]) -> str:
+    """Names of blocks that repeat, once: "blocks.*.up (x6)"."""
+    counts: dict[str, list[str]] = {}
+    for name in names:
+        counts.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name), []).append(name)
+    return ", ".join(f"{pattern} (x{len(same)})" if len(same) > 1 else same[0] for pattern, same in counts.items())
+
 
 MODES = ("data", "pipeline", "tensor", "zero", "hybrid")
 

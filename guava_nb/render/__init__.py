@@ -4,7 +4,7 @@ from guava_nb.render.charts import SMOOTHING
 from guava_nb.render.checks import checks_view
 from guava_nb.render.energy import energy_view
 from guava_nb.render.epochs import runs_csv, runs_view
-from guava_nb.render.errors import error_html, error_text
+from guava_nb.render.errors import error_text
 from guava_nb.render.forecast import forecast_view
 from guava_nb.render.html import Charts, to_html
 from guava_nb.render.predictions import predictions_view
@@ -35,7 +35,6 @@ __all__ = [
     "View",
     "WorkerSelf",
     "energy_view",
-    "error_html",
     "error_text",
     "forecast_view",
     "predictions_view",

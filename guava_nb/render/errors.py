@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from guava_nb.errors import RemoteError
-from guava_nb.render.html import lines_html
 from guava_nb.render.redact import redact
 
-__all__ = ["error_html", "error_text"]
+__all__ = ["error_text"]
 
 
 def error_text(error: BaseException) -> str:
@@ -15,11 +14,6 @@ def error_text(error: BaseException) -> str:
     if isinstance(error, RemoteError) and error.remote_traceback:
         lines += ["", f"Traceback on {error.worker}:", *error.remote_traceback.rstrip().splitlines()]
     return redact("\n".join(lines))
-
-
-def error_html(error: BaseException) -> str:
-    """The same, escaped."""
-    return lines_html(error_text(error).splitlines())
 
 
 def _headline(error: BaseException) -> str:

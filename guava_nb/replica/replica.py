@@ -27,7 +27,7 @@ from guava_nb.protocol.messages import ParameterChange, RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets, explained, pick
 from guava_nb.replica.buckets import BUFFERS, BucketWire, build_layout, message_format, pack_present, present_at
 from guava_nb.replica.buffers import BufferBook
-from guava_nb.replica.device_figures import DeviceFigures, norms, square_sum
+from guava_nb.replica.device_figures import DeviceFigures, StepTimer, norms, square_sum
 from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
 from guava_nb.replica.model.build import begin_training, build_model, compile_modules, place_model
 from guava_nb.replica.model.forward_writes import ForwardWrites
@@ -39,7 +39,6 @@ from guava_nb.replica.optimizer import build_optimizer, is_gated
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork, rows_of_batch, rows_of_parts
 from guava_nb.replica.state_dict import copied, load_model, parameter_hash, plain, refuse_extra_state
-from guava_nb.replica.timer import StepTimer
 from guava_nb.spec.factories import Resolve
 
 __all__ = ["Replica"]

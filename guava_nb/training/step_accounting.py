@@ -4,24 +4,160 @@ from __future__ import annotations
 
 import logging
 import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from guava_nb.cluster.roster import Member
 from guava_nb.data.loader_feed import LoadedBatch
-from guava_nb.errors import TrainingError
+from guava_nb.data.sample_text import sample_text
+from guava_nb.errors import SamplesKill, TrainingError
 from guava_nb.protocol.messages import Commit, StepApplied
 from guava_nb.sync.beginning import Beginning
 from guava_nb.sync.step_in_flight import StepInFlight
+from guava_nb.sync.step_machine import ShardTask
 from guava_nb.telemetry.run_energy import RunEnergy
 from guava_nb.training.first_step_check import FirstStepCheck
 from guava_nb.training.membership import Membership
 from guava_nb.training.plan import Position, Snapshot, TrainingPlan
-from guava_nb.training.poison_samples import PoisonSamples
 from guava_nb.training.run import Run
-from guava_nb.training.sample_ledger import SampleLedger
 
-__all__ = ["StepAccounting"]
+__all__ = ["PoisonSamples", "SampleLedger", "StepAccounting"]
+
+# Which samples were drawn and which were committed, so that "exactly once" is counted and not believed.
+
+
+class SampleLedger:
+    """Two lists of sample ids per epoch: drawn from the loader, and committed by a step.
+
+    A sampler may draw an id several times on purpose; so the two are compared as multisets, id by id.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._drawn: dict[int, array[int]] = {}
+        self._committed: dict[int, array[int]] = {}
+
+    def draw(self, epoch: int, ids: Iterable[int]) -> None:
+        """Note ids that the loader gave for a step that will be issued."""
+        self._drawn.setdefault(epoch, array("q")).extend(ids)
+
+    def commit(self, epoch: int, ids: Iterable[int]) -> None:
+        """Note ids whose gradient is part of an applied step."""
+        self._committed.setdefault(epoch, array("q")).extend(ids)
+
+    def withdraw_uncommitted(self) -> None:
+        """A run that is stopped drew samples ahead: what was never committed was not lost but not reached."""
+        for epoch in list(self._drawn):
+            self._drawn[epoch] = array("q", self._committed.get(epoch, array("q")))
+
+    def truncate(self, epoch: int, committed: int) -> None:
+        """Go back to a state in which `epoch` had this many committed samples and no later epoch had begun."""
+        for later in [e for e in self._drawn if e > epoch]:
+            del self._drawn[later]
+        for later in [e for e in self._committed if e > epoch]:
+            del self._committed[later]
+        kept = self._committed.get(epoch, array("q"))[:committed]
+        self._committed[epoch] = kept
+        self._drawn[epoch] = array("q", kept)
+
+    def committed_in(self, epoch: int) -> int:
+        """Samples committed in one epoch."""
+        return len(self._committed.get(epoch, ()))
+
+    def balance(self) -> tuple[int, int]:
+        """Return (lost, duplicated): draws without a commit, and commits without a draw."""
+        lost = duplicated = 0
+        for epoch in sorted(set(self._drawn) | set(self._committed)):
+            drawn, committed = (
+                np.array(d.get(epoch, array("q")), dtype=np.int64) for d in (self._drawn, self._committed)
+            )
+            ids, inverse = np.unique(np.concatenate([drawn, committed]), return_inverse=True)
+            difference = np.bincount(inverse[: len(drawn)], minlength=len(ids)) - np.bincount(
+                inverse[len(drawn) :], minlength=len(ids)
+            )
+            lost += int(difference[difference > 0].sum())
+            duplicated += int(-difference[difference < 0].sum())
+        return lost, duplicated
+
+
+# Samples that kill the process of each worker that computes them, as a pure count.
+#
+# A shard whose code kills its process would go from worker to worker until none is left. One loss proves nothing, since workers
+# come and go; the third worker lost over the same samples does.
+
+MOST_LOSSES = 3
+
+Samples = tuple[int, tuple[int, ...]]  # epoch and ids
+
+
+@dataclass(frozen=True, slots=True)
+class Blamed:
+    """Samples over which too many workers were lost."""
+
+    samples: Samples
+    victims: tuple[int, ...]
+
+    def error(self, members: Sequence[Member]) -> SamplesKill:
+        """Return the error that says so; `members` are the victims."""
+        epoch, ids = self.samples
+        names = ", ".join(member.name for member in members)
+        return SamplesKill(
+            f"{len(members)} workers were lost while they worked on {sample_text(ids)} of epoch {epoch + 1} ({names}; the "
+            f"last one: {members[-1].detail}). The step was not applied. Look at what your code does with these samples, and at "
+            "the memory they need; %guava_log shows the last lines of each worker"
+        )
+
+
+class PoisonSamples:
+    """Which workers were lost over which samples."""
+
+    def __init__(self) -> None:
+        """No worker was lost yet."""
+        self._at_work: dict[int, Samples] = {}
+        self._lost: dict[Samples, list[int]] = {}
+
+    def hold(self, rank: int, samples: Samples) -> None:
+        """A member vanished while it worked on these samples; it may come back."""
+        self._at_work.setdefault(rank, samples)
+
+    def vanished(self, rank: int, steps: Iterable[StepInFlight]) -> None:
+        """A member vanished: note the oldest shard that it owes, if any; the others only wait in its queue."""
+        owed = ((step, task) for step in steps for task in step.machine.owed_by(rank))
+        step, task = next(owed, (None, None))
+        if step is not None and task is not None and task.sample_ids:
+            self.hold(rank, _samples(step, task))
+
+    def committed(self, step: StepInFlight) -> None:
+        """All samples of a step were computed after all."""
+        for task in step.machine.tasks:
+            if task.sample_ids:
+                self.done(_samples(step, task))
+
+    def back(self, rank: int) -> None:
+        """It came back: nothing was wrong with the samples."""
+        self._at_work.pop(rank, None)
+
+    def lost(self, rank: int) -> Blamed | None:
+        """It is lost for good; returns the samples if `MOST_LOSSES` workers were lost over them by now."""
+        samples = self._at_work.pop(rank, None)
+        if samples is None:
+            return None
+        victims = self._lost.setdefault(samples, [])
+        victims.append(rank)
+        return Blamed(samples, tuple(victims)) if len(victims) >= MOST_LOSSES else None
+
+    def done(self, samples: Samples) -> None:
+        """They were computed after all."""
+        self._lost.pop(samples, None)
+
+
+def _samples(step: StepInFlight, task: ShardTask) -> Samples:
+    return step.epoch, tuple(task.sample_ids)
+
 
 log = logging.getLogger(__name__)
 

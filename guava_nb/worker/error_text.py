@@ -6,12 +6,43 @@ A report that cannot be sent would end the worker, and then every other one that
 from __future__ import annotations
 
 import re
+import traceback
+from pathlib import Path
 
 from guava_nb.errors import GuavaError
 from guava_nb.protocol.messages import RunSpec
-from guava_nb.worker.user_code.user_traceback import user_traceback
 
-__all__ = ["NOTE", "DeviceLost", "advised_text", "error_text", "loses_device", "problem_text", "sendable", "trace_text"]
+__all__ = [
+    "NOTE",
+    "DeviceLost",
+    "advised_text",
+    "error_text",
+    "loses_device",
+    "problem_text",
+    "sendable",
+    "trace_text",
+    "user_traceback",
+]
+
+# What went wrong in the user's code, as the user should see it: their own lines, without ours around them.
+
+_OURS = str(Path(__file__).resolve().parents[1])
+
+
+def user_traceback(error: BaseException) -> str:
+    """Format an exception with its causes, without this package's frames unless it was raised there."""
+    formatted = traceback.TracebackException.from_exception(error)
+    links = [formatted]
+    while (link := links[-1].__cause__ or links[-1].__context__) is not None:
+        links.append(link)
+    in_a_cell = any(frame.filename.startswith("<cell ") for link in links for frame in link.stack)
+    # Raised by a library that we called for the user, as a torch loss does: our frames would look like a fault of ours.
+    by_others = bool(formatted.stack) and not formatted.stack[-1].filename.startswith(_OURS)
+    if in_a_cell or by_others:
+        for link in links:
+            link.stack = traceback.StackSummary.from_list(f for f in link.stack if not f.filename.startswith(_OURS))
+    return "".join(formatted.format())
+
 
 #: Longest sentence and longest traceback that are sent; of a traceback the end tells most.
 MAX_TEXT_CHARS = 10_000

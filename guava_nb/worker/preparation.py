@@ -7,32 +7,45 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from types import ModuleType
+from typing import Any
 
 import torch
 from msgspec.structs import replace
+from torch import nn
 
-from guava_nb.data.codec import class_resolver, unpack
+from guava_nb.data.codec import class_resolver, pack, unpack
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import ConfigError, PreparationError
+from guava_nb.parallel.loss_interface import Forward
 from guava_nb.protocol.messages import (
     AskData,
     Cell,
     CheckStep,
     DataFacts,
+    Evaluate,
+    Evaluated,
     Finding,
     FormGroup,
     GroupFormed,
     Message,
+    MetricSpec,
+    Predict,
+    Predicted,
     Prepare,
     Prepared,
     RunSpec,
     StepChecked,
     TensorInfo,
+    Tree,
+    Wanted,
 )
 from guava_nb.replica.base_replica import BaseReplica
+from guava_nb.replica.metrics import Measure, build_metrics
 from guava_nb.replica.model.resident import OWN_MODEL, ResidentParts, describe_model
+from guava_nb.replica.objective import user_function
 from guava_nb.replica.one_step_check.python_state import ModuleGlobals
 from guava_nb.replica.one_step_check.whole_against_cut import compare
+from guava_nb.replica.outputs import columns_of, inputs_of, joined
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rounds.local_replica import whole_replica
 from guava_nb.replica.state_dict import weights_digest
@@ -40,11 +53,81 @@ from guava_nb.spec.cells import build_module, cause_is_missing, resolve
 from guava_nb.spec.factories import Resolve
 from guava_nb.spec.own_facts import facts_of, module_of, roots_of
 from guava_nb.worker.error_text import error_text, problem_text, sendable, trace_text
-from guava_nb.worker.evaluate import Evaluator
 from guava_nb.worker.process_group import GroupSeat
 from guava_nb.worker.worker_datasets import OwnData
 
-__all__ = ["USER_ERRORS", "Preparation", "PreparedRun", "Send"]
+__all__ = ["USER_ERRORS", "Evaluator", "Preparation", "PreparedRun", "Send"]
+
+# A worker's answers in a pass over data: validation and prediction of one batch at the last committed state.
+
+Reply = tuple[Message, Sequence[memoryview]]
+
+
+class Evaluator:
+    """Answers for one replica; metrics are made once and used for every batch.
+
+    Args:
+        replica: of the run.
+        resolve: finds shared and importable objects by name.
+        metrics: of the run's own validations, made at once so that what is missing here is told before training.
+    """
+
+    def __init__(self, replica: BaseReplica, resolve: Resolve, metrics: Sequence[MetricSpec] = ()) -> None:
+        """Make the run's metrics; raises as `guava_nb.replica.metrics.build_metric`."""
+        self._replica, self._resolve = replica, resolve
+        self._specs: tuple[MetricSpec, ...] = tuple(metrics)
+        self._measures: list[Measure] = build_metrics(metrics, resolve, replica.device)
+        self._wanted: Wanted | None = None
+        self._forward: Forward = _call
+
+    def evaluate(self, message: Evaluate, batch: Any) -> Reply:
+        """Return the sums over a batch, and the states of its metrics."""
+        if message.metrics != self._specs:
+            self._measures = build_metrics(message.metrics, self._resolve, self._replica.device)
+            self._specs = message.metrics
+        for measure in self._measures:
+            measure.begin()
+        observer = self._see if self._measures else None
+        sums = self._replica.evaluate(batch, message.rows, observer, message.axes)
+        rows = sums.rows if message.grouped else message.rows
+        tree = Tree(b"")
+        buffers: Sequence[memoryview] = ()
+        if self._measures and sums.rows:  # a rank whose figures do not count has 0 rows
+            tree, buffers = pack([measure.state() for measure in self._measures])
+        reply = Evaluated(
+            run_id=message.run_id,
+            request_id=message.request_id,
+            loss_sum=sums.loss_sum,
+            count=sums.count,
+            correct=sums.correct,
+            scored=sums.scored,
+            nll=sums.nll,
+            rows=rows,
+            metrics=tree,
+        )
+        return reply, buffers
+
+    def _see(self, outputs: Any, targets: Any, rows: int) -> None:
+        for measure in self._measures:
+            measure.see(outputs, targets, rows)
+
+    def predict(self, message: Predict, batch: Any) -> Reply:
+        """Return what was asked for of the outputs on a batch."""
+        if message.wanted != self._wanted:
+            step = message.wanted.step
+            self._forward = _call if step is None else user_function("predict_step", step, self._resolve, 2)
+            self._wanted = message.wanted
+        parts = self._replica.predict(batch, message.rows, self._forward, message.axes)
+        if not parts:
+            return Predicted(message.run_id, message.request_id, 0), ()
+        columns = [columns_of(outputs, rows, message.wanted) for outputs, rows in parts]
+        tree, buffers = pack(joined(columns))
+        return Predicted(message.run_id, message.request_id, message.rows, tree), buffers
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    return model(inputs_of(batch))
+
 
 Send = Callable[[Message, Sequence[memoryview]], None]
 #: Characters of what a check raised, and buffers that it names, at most.

@@ -34,7 +34,7 @@ from guava_nb.protocol.messages import (
     SumBucket,
 )
 from guava_nb.replica.base_replica import BaseReplica
-from guava_nb.replica.flops import FlopCount
+from guava_nb.replica.device_figures import FlopCount
 from guava_nb.replica.gradient_buckets import bucket_sender
 from guava_nb.replica.one_step_check.python_state import changed_since, digests
 from guava_nb.replica.optimizer import ApplyFailed

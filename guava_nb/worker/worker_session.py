@@ -20,6 +20,7 @@ from guava_nb.backend.stuck_watch import StuckWatch
 from guava_nb.config.state_folder import state_folder
 from guava_nb.errors import GuavaError, JoinCodeError, JoinRefused, LinkBroken, LinkClosed, LinkTimeout
 from guava_nb.link.dialler import IDENTITY_BYTES, Backoff, DialledSession, dial
+from guava_nb.link.line_measurement import measure_line
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.registry import SESSION_OVER, SESSION_UNKNOWN
 from guava_nb.link.session_events import (
@@ -31,18 +32,159 @@ from guava_nb.link.session_events import (
     SessionSuspect,
 )
 from guava_nb.protocol.joincode import JoinCode, check_same_session
-from guava_nb.protocol.messages import Abort, InterruptCode, Message, channel_of
+from guava_nb.protocol.messages import (
+    Abort,
+    EndRun,
+    Energy,
+    InterruptCode,
+    LineMeasured,
+    MeasureLine,
+    Message,
+    Prepare,
+    Ready,
+    Shard,
+    StepApplied,
+    channel_of,
+)
 from guava_nb.replica.model.resident import ResidentParts
 from guava_nb.status import NEW_CODE_NEEDED, OwnFigures
+from guava_nb.telemetry.device_figures import device_now
 from guava_nb.telemetry.energy_reporter import EnergyReporter
 from guava_nb.telemetry.hardware import describe
-from guava_nb.worker.line_rate import LineProbe
+from guava_nb.telemetry.waits import Waits
 from guava_nb.worker.loop import WorkerLoop
-from guava_nb.worker.own_figures import OwnWork
 from guava_nb.worker.path_probe import PathProbe
 from guava_nb.worker.process_group import GroupSeat
 
-__all__ = ["WorkerSession"]
+__all__ = ["OwnWork", "WorkerSession"]
+
+# What a worker can say of its own work, read off the messages that pass: nothing in its loop has to keep count.
+#
+# Pure: messages and the time are told. `figures` may be called from any thread.
+
+
+class OwnWork:
+    """One worker's count of its own work.
+
+    Args:
+        device: torch's name of it.
+        device_name: its maker's.
+    """
+
+    def __init__(self, device: str, device_name: str) -> None:
+        """Nothing was done yet."""
+        self._on_cpu, self._blank = device == "cpu", OwnFigures(device_name=device_name)
+        self._lock = threading.Lock()
+        self._figures = self._blank
+        self._waits = Waits()
+        self._given: dict[tuple[int, int], tuple[int, float]] = {}  # (step, shard): rows, share
+        self._done: dict[int, int] = {}  # rows of shards worked on, by step
+        self._run_id = ""
+        self._energy: Energy | None = None
+
+    def arrived(self, message: Message) -> None:
+        """Take note of a message of the orchestrator."""
+        if not isinstance(message, Prepare | Shard | Abort | EndRun):
+            return
+        with self._lock:
+            match message:
+                case Prepare(run_id=run_id):
+                    self._run_id, self._figures, self._waits, self._energy = run_id, self._blank, Waits(), None
+                    self._given.clear()
+                    self._done.clear()
+                case Shard(run_id=self._run_id):
+                    rows = sum(message.part_rows) or message.rows
+                    share = rows / message.global_rows if message.global_rows else 0.0
+                    self._given[message.step, message.shard] = (rows, share)
+                case Abort(run_id=self._run_id, last_committed=last):
+                    self._done = {step: rows for step, rows in self._done.items() if step <= last}
+                    self._given = {at: given for at, given in self._given.items() if at[0] <= last}
+                case EndRun(run_id=self._run_id):
+                    self._run_id = ""
+
+    def sent(self, message: Message, now_s: float) -> None:
+        """Take note of a message of this worker's."""
+        if not isinstance(message, Ready | StepApplied | Energy):
+            return
+        with self._lock:
+            if message.run_id != self._run_id:
+                return
+            match message:
+                case Ready():
+                    self._worked(message, now_s)
+                case StepApplied(step=step, ready=ready):
+                    if ready is not None:
+                        self._worked(ready, now_s)
+                    self._committed(step)
+                case Energy():
+                    self._energy = message
+
+    def _worked(self, ready: Ready, now_s: float) -> None:
+        rows, share = self._given.pop((ready.step, ready.shard), (ready.rows, None))
+        self._done[ready.step] = self._done.get(ready.step, 0) + rows
+        self._waits.reported(now_s, ready.wait_s)
+        self._figures = replace(
+            self._figures, share=share, step_s=ready.forward_s + ready.backward_s, waits=self._waits.worker_waits
+        )
+
+    def _committed(self, step: int) -> None:
+        rows = sum(self._done.pop(done) for done in [known for known in self._done if known <= step])
+        self._given = {at: given for at, given in self._given.items() if at[0] > step}
+        self._figures = replace(self._figures, samples=self._figures.samples + rows)
+
+    def figures(self) -> OwnFigures:
+        """Return what is known now, without the link, which has its own counters."""
+        with self._lock:
+            told = {} if self._energy is None else device_now(self._energy, self._on_cpu, bool(self._run_id))
+            return replace(self._figures, **told)
+
+
+# A worker's part in measuring its line: visits the orchestrator's listener when asked. On a thread of its own.
+
+
+class LineProbe:
+    """At most one visit at a time, each ended by the time that a visit has.
+
+    Args:
+        code: where the orchestrator listens now; None for a worker that is dialled.
+        options: patience.
+        send: queues a message for the orchestrator; never blocks.
+    """
+
+    def __init__(
+        self,
+        code: Callable[[], JoinCode | None],
+        options: LinkOptions,
+        send: Callable[[Message, Sequence[memoryview]], None],
+    ) -> None:
+        """Measure nothing yet."""
+        self._code, self._options, self._send = code, options, send
+        self._busy = threading.Lock()
+
+    def post(self, message: Message) -> bool:
+        """Take a message, in the thread that reads; returns True when it asks for a visit."""
+        if not isinstance(message, MeasureLine):
+            return False
+        threading.Thread(target=self._answer, args=(message,), name="guava-line", daemon=True).start()
+        return True
+
+    def _answer(self, order: MeasureLine) -> None:
+        self._send(self._measured(order), ())
+
+    def _measured(self, order: MeasureLine) -> LineMeasured:
+        code = self._code()
+        if code is None:
+            return LineMeasured(order.measuring_id, error="this worker listens and has no address to dial back to")
+        if not self._busy.acquire(blocking=False):
+            return LineMeasured(order.measuring_id, error="it is being measured already")
+        try:
+            found = measure_line(code, self._options, last_burst_bytes=order.burst_bytes)
+        except (GuavaError, OSError) as error:
+            return LineMeasured(order.measuring_id, error=str(error))
+        finally:
+            self._busy.release()
+        return LineMeasured(order.measuring_id, found.up_bytes_s, found.down_bytes_s, found.used_bytes)
+
 
 _ANY_GENERATION = 1 << 62
 _ASKED_TO_LEAVE = "it was asked to leave"

@@ -17,21 +17,20 @@ from torch.optim import Optimizer
 from guava_nb.errors import CheckpointError
 from guava_nb.nested import AxisOf
 from guava_nb.parallel.interface import ModelPart
-from guava_nb.parallel.loss_interface import Criterion, Forward, MakeOptimizer, Measured, Observer, Predicted
+from guava_nb.parallel.loss_interface import Criterion, Forward, Loss, MakeOptimizer, Measured, Observer, Predicted
 from guava_nb.parallel.module_state import evaluating, to_device
-from guava_nb.parallel.pipeline.microbatch_sums import MicrobatchSums
 from guava_nb.parallel.pipeline.microbatches import count_micro_batches, cut_rows, micro_batch_sizes
 from guava_nb.parallel.pipeline.pipeline_setup import Hooks, PipelinePlace, check_spec, costs_for
 from guava_nb.parallel.pipeline.schedule_cache import ScheduleCache
 from guava_nb.parallel.pipeline.shared_state import SharedState
 from guava_nb.parallel.pipeline.stages import Split, split_model
-from guava_nb.parallel.pipeline.tied_parameters import TiedParameters
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
 from guava_nb.parallel.state.full_state import (
     FullOrder,
     StatePiece,
     load_optimizer,
     load_tensor,
+    local_part,
     optimizer_pieces,
     pieces_of,
 )
@@ -40,6 +39,98 @@ from guava_nb.parallel.tensor.vocab_loss import whole_logits
 from guava_nb.protocol.messages import ParallelSpec
 
 __all__ = ["Hooks", "PipelinePart", "PipelinePlace"]
+
+# Parameters that stand in stages on several ranks: an embedding and the head that shares its weight.
+#
+# Every rank with a copy ends up with the same sum of all gradients, so that the copies stay equal to the last bit: by one
+# all_reduce where all ranks of the pipeline hold it, else each holder sends to the first one, which adds and sends the sum back.
+
+
+class TiedParameters:
+    """Sums the gradients of shared parameters.
+
+    Args:
+        named: this rank's parameters.
+        holders: name of each shared parameter to the ranks of the group that hold it, lowest first.
+        group: the pipeline's ranks.
+        device: where messages are made.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        holders: Mapping[str, Sequence[int]],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._rank = dist.get_rank(group)
+        self._shared = [(named[name], ranks) for name, ranks in holders.items() if self._rank in ranks]
+        self._group, self._device = group, device
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Add the gradients up; a parameter that got none anywhere stays without.
+
+        A rank that has a gradient waits for no device: it knows that there is a sum. One without reads whether others have one.
+        """
+        for parameter, ranks in self._shared:
+            holders = torch.full((1,), float(parameter.grad is not None), device=self._device)
+            self._sum(holders, ranks)
+            if parameter.grad is None:
+                if not float(holders):
+                    continue
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local_part(parameter.grad)
+            total = gradient.contiguous()
+            self._sum(total, ranks)
+            if total is not gradient:
+                gradient.copy_(total)
+
+    def _sum(self, tensor: Tensor, ranks: Sequence[int]) -> None:
+        """Add up a contiguous tensor in place over the ranks that hold a parameter."""
+        if len(ranks) == self._group.size():
+            dist.all_reduce(tensor, group=self._group)
+            return
+        first, *others = (dist.get_global_rank(self._group, rank) for rank in ranks)
+        if self._rank != ranks[0]:
+            dist.send(tensor, first, group=self._group)
+            dist.recv(tensor, first, group=self._group)
+            return
+        part = torch.empty_like(tensor)
+        for other in others:
+            dist.recv(part, other, group=self._group)
+            tensor.add_(part)
+        for other in others:
+            dist.send(tensor, other, group=self._group)
+
+
+# Sums over the micro-batches of a batch.
+
+
+class MicrobatchSums:
+    """Adds up what the micro-batches measured, without waiting for a device."""
+
+    def __init__(self) -> None:
+        self._loss: list[Tensor] = []
+        self._counts: list[float | Tensor | None] = []
+        self._scores: list[Tensor] = []
+
+    def add(self, loss: Loss) -> None:
+        """Add what one micro-batch measured."""
+        self._loss.append(loss.value.detach() * loss.weight)
+        self._counts.append(loss.count.detach() if isinstance(loss.count, Tensor) else loss.count)
+        if loss.scores is not None:
+            self._scores.append(loss.scores)
+
+    def measured(self, rows: int) -> Measured:
+        """Return the sums; on a rank without the last stage, or for a stand-in, they are nothing."""
+        if not self._loss or rows == 0:
+            return Measured(0.0, 0.0, None, rows)
+        counts = [count for count in self._counts if count is not None]
+        count = sum(counts[1:], counts[0]) if counts else None
+        scores = sum(self._scores[1:], self._scores[0]) if self._scores else None
+        return Measured(sum(self._loss[1:], self._loss[0]), count, scores, rows)
+
 
 _NOTHING = Measured(0.0, 0.0, None, 0)
 

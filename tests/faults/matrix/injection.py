@@ -117,8 +117,7 @@ def install() -> None:
     from guava_nb.replica.group_replica import GroupReplica
     from guava_nb.replica.optimizer import Schedule
     from guava_nb.replica.replica import Replica
-    from guava_nb.worker.evaluate import Evaluator
-    from guava_nb.worker.preparation import Preparation
+    from guava_nb.worker.preparation import Evaluator, Preparation
     from guava_nb.worker.steps import StepRunner
     from guava_nb.worker.worker_session import WorkerSession
 

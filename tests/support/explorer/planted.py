@@ -16,8 +16,7 @@ from guava_nb.sync.send_credit import SendCredit
 from guava_nb.sync.step_in_flight import StepInFlight
 from guava_nb.sync.step_machine import Reissue, StepMachine
 from guava_nb.training.run import Run
-from guava_nb.training.sample_ledger import SampleLedger
-from guava_nb.training.step_accounting import StepAccounting
+from guava_nb.training.step_accounting import SampleLedger, StepAccounting
 from tests.support.explorer import invariants
 from tests.support.explorer.configurations import STEPS
 from tests.support.explorer.world import Configuration

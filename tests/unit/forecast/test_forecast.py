@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guava_nb.cluster.traffic import KINDS, NOTHING, Traffic, kind_of
-from guava_nb.forecast.cached_rows import travelling
+from guava_nb.forecast.batch_bytes import travelling
 from guava_nb.forecast.forecast import Feeding, Forecast, Parts, Saving, seconds_for
 from guava_nb.forecast.savings import looks_like_bytes
 from guava_nb.protocol.messages import CacheSpec, Channel

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guava_nb.forecast.sync_choice import ROUNDS, SyncWork, WorkerPace, choose_sync, slower_than_alone
+from guava_nb.forecast.sync_choice import ROUNDS, SyncWork, WorkerPace, choose_sync
 
 #: 2.5 M parameters of float32 in buckets of 4 MiB, batches of 64 texts, an epoch of 3,000 steps.
 WORK = SyncWork(64, 400, 10e6, 10e6, 3, 5e8, 3000, 3000)
@@ -95,7 +95,6 @@ def test_exactness_is_given_up_only_for_a_line_that_takes_a_quarter_and_for_roun
 def test_who_chose_by_himself_is_told_of_the_same(work: SyncWork, paces: list[WorkerPace], every: int) -> None:
     choice = choose_sync(work, paces, asked=every)
     assert choice.sync_every == every and choice.chosen is not None
-    assert slower_than_alone(work, paces, every) == choice.warning
     assert bool(choice.warning) == (choice.chosen.seconds > choice.ways[0].seconds)
 
 
@@ -132,13 +131,13 @@ def test_rounds_that_send_a_part_are_shorter_and_it_is_said_what_that_part_was_m
 
 
 def test_step_sync_over_a_home_line_is_told_to_take_longer_than_one_worker() -> None:
-    assert slower_than_alone(WORK, home(), 1) == (
+    assert choose_sync(WORK, home(), asked=1).warning == (
         "an exchange in every step over these lines would take longer than w1 alone: about 3.77 h against 20 min. sync='auto' "
         "(--sync auto) exchanges less often: after each 30 local steps it takes about 17.2 min, with other numbers than plain "
         "PyTorch's"
     )
-    assert not slower_than_alone(WORK, home(step_s=2), 60)
-    assert slower_than_alone(WORK, home(step_s=0.02), 30).endswith(
+    assert not choose_sync(WORK, home(step_s=2), asked=60).warning
+    assert choose_sync(WORK, home(step_s=0.02), asked=30).warning.endswith(
         "Have only w1 join, or give the others a faster line"
     )
 

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from guava_nb.errors import ConfigError
-from guava_nb.telemetry.energy_record import energy_record
-from guava_nb.telemetry.peak_flops import peak_flops
+from guava_nb.telemetry.energy_record import energy_record, peak_flops
 from tests.support.energy import record, report
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from guava_nb.errors import ConfigError
 from guava_nb.telemetry import EnergyMeter
+from guava_nb.telemetry.devices import RaplSensor, open_rapl
 from guava_nb.telemetry.nvml import NvmlBoard, open_board
-from guava_nb.telemetry.rapl import RaplSensor, open_rapl
 from tests.support.sensors import Clock, FakeNvml, Scripted
 
 

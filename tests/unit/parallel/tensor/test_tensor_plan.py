@@ -13,8 +13,7 @@ from torch.nn import functional
 from guava_nb.errors import ConfigError
 from guava_nb.parallel.blocks import matching, repeated_blocks
 from guava_nb.parallel.checkpointing import checkpoint_activations
-from guava_nb.parallel.tensor.module_fingerprint import module_fingerprint
-from guava_nb.parallel.tensor.plan_search import make_plan
+from guava_nb.parallel.tensor.plan_search import make_plan, module_fingerprint
 from guava_nb.parallel.tensor.tensor_plan import split_modules, try_plan
 from tests.support.spread import Attention, FusedAttention, Gated, Language
 

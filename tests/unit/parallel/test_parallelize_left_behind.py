@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from guava_nb.errors import ConfigError
-from guava_nb.parallel.left_behind import refuse_left_behind
+from guava_nb.parallel.parallelize import refuse_left_behind
 
 
 class Helper:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from guava_nb.notebook.panel.steady import Steady
+from guava_nb.notebook.panel.surfaces import Steady
 from guava_nb.render import Progress, Table, View
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from guava_nb.errors import RemoteProtocolError
-from guava_nb.training.saving.approximate_state import ApproximateState
+from guava_nb.training.saving.snapshots_at_worker import ApproximateState
 from guava_nb.wire_formats.held_tensors import HeldTensors
 from tests.support.training import replica, spec
 

@@ -7,7 +7,7 @@ import pytest
 from guava_nb.errors import SourceError
 from guava_nb.protocol.messages import Cell
 from guava_nb.spec.cells import build_module, resolve
-from guava_nb.worker.user_code.user_traceback import user_traceback
+from guava_nb.worker.error_text import user_traceback
 
 TEXT = "def loss(outputs):\n    return outputs.nothing\n"
 

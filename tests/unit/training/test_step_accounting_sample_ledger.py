@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guava_nb.training.sample_ledger import SampleLedger
+from guava_nb.training.step_accounting import SampleLedger
 
 
 def test_balance_of_a_clean_epoch_is_zero_and_zero() -> None:

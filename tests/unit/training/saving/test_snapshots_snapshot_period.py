@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guava_nb.training.saving.snapshot_period import FIRST_S, mean_life_s, period_s, stall_s
+from guava_nb.training.saving.snapshots import FIRST_S, mean_life_s, period_s, stall_s
 
 SECONDS = st.floats(0, 1e5)
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from guava_nb.training.saving.optimizer_state import unfit
+from guava_nb.training.initial_state import unfit
 
 
 def stepped(kind: Any = torch.optim.AdamW, **args: Any) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guava_nb.errors import ConfigError
-from guava_nb.parallel.pipeline.balance import balanced_cuts
+from guava_nb.parallel.pipeline.stages import balanced_cuts
 
 quick = settings(max_examples=80, deadline=None)
 

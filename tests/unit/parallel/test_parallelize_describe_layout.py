@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from guava_nb.parallel.describe_layout import describe
+from guava_nb.parallel.parallelize import describe
 from guava_nb.parallel.tensor.tensor_plan import Plan, Split
 
 

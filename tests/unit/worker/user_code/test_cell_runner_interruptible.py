@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from guava_nb.worker.user_code.interruptible import Interruptible
+from guava_nb.worker.user_code.cell_runner import Interruptible
 
 
 def test_a_wait_on_the_main_thread_ends_and_the_handler_is_as_before() -> None:

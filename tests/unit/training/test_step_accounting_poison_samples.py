@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from guava_nb.training.poison_samples import PoisonSamples
+from guava_nb.training.step_accounting import PoisonSamples
 
 A, B = (0, tuple(range(32))), (0, tuple(range(32, 64)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from guava_nb.replica.flops import FlopCount
+from guava_nb.replica.device_figures import FlopCount
 
 
 def test_a_linear_layer_costs_what_its_matrices_say() -> None:

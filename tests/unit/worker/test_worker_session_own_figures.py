@@ -22,7 +22,7 @@ from guava_nb.protocol.messages import (
     Tree,
 )
 from guava_nb.status import OwnFigures
-from guava_nb.worker.own_figures import OwnWork
+from guava_nb.worker.worker_session import OwnWork
 
 SPEC = RunSpec(model=Factory("m"), criterion=Factory("MSELoss"), step=None, optimizer=Factory("SGD"), scheduler=None)
 
