@@ -182,10 +182,10 @@ def forecast_of(
     )
 
 
-def sync_work(planned: PlannedRun, rounds: RoundSpec | None = None) -> SyncWork:
+def sync_work(planned: PlannedRun, rounds: RoundSpec | None = None, wire: str = "fp32") -> SyncWork:
     """Return what a run sends and computes, as far as it matters how often it exchanges.
 
-    `rounds` are those that it may be trained in instead.
+    `rounds` are those that a run with an exchange in every step may be trained in instead, with messages in the format `wire`.
     """
     run, plan = planned.facts(), planned.plan
     parts, layout, left = parts_of(run), run.replica_set.master.layout, plan.steps_left(run.replica_set.step)
@@ -201,10 +201,10 @@ def sync_work(planned: PlannedRun, rounds: RoundSpec | None = None) -> SyncWork:
         steps_per_epoch=batches and -(-batches // plan.accumulation_steps),
         sync_delay=0 if run.spec.rounds is None else run.spec.rounds.sync_delay,
     )
-    return replace(work, **_of_rounds(run, rounds))
+    return replace(work, **_of_rounds(run, rounds, wire))
 
 
-def _of_rounds(run: RunFacts, rounds: RoundSpec | None) -> dict[str, Any]:
+def _of_rounds(run: RunFacts, rounds: RoundSpec | None, wire: str) -> dict[str, Any]:
     """Return what the exchange of a round is where it is another one than that of a step, by name."""
     if run.spec.rounds is not None and run.spec.rounds.outer in SPARSE_METHODS:  # a step would send all
         step, dense = parts_of(run).step, float(run.replica_set.master.weights_bytes)
@@ -214,13 +214,18 @@ def _of_rounds(run: RunFacts, rounds: RoundSpec | None) -> dict[str, Any]:
             "round_up_bytes": step.in_bytes / run.workers,
             "round_down_bytes": step.out_bytes / run.workers,
         }
-    if rounds is None or rounds.outer != "partial":
+    if run.spec.rounds is not None or rounds is None:
         return {}
-    wire_format, _ = message_format(msgspec.structs.replace(run.spec, rounds=rounds))
-    layout = run.replica_set.master.layout
+    wire_format, _ = message_format(msgspec.structs.replace(run.spec, rounds=rounds, wire=wire))
+    layout, is_sparse = run.replica_set.master.layout, rounds.outer in SPARSE_METHODS
     forms = [replace(bucket, wire=wire_format).form(bucket.numel) for bucket in layout.buckets]
     up = sum(form.numel * ITEM_BYTES[form.dtype] for form in forms)
-    return {"round_up_bytes": up, "round_down_bytes": up * (run.workers - 1), "density": rounds.density}
+    return {
+        "round_up_bytes": up,
+        "round_down_bytes": up * (run.workers - 1) if is_sparse else up,
+        "density": rounds.density if is_sparse else None,
+        "round_wire": "" if is_sparse or wire == "fp32" else wire,
+    }
 
 
 def budget_of(limit: Limit, planned: PlannedRun) -> Budget:

@@ -2,7 +2,8 @@
 
 It is told what the lines and the workers do a second and what a step sends, and reckons the seconds of a step of one worker
 alone, of step sync and of rounds of several lengths. Exactness is worth a quarter of a step's computing; more than that goes
-to rounds, of which the shortest one is taken that leaves the line a tenth of the time.
+to rounds, of which the shortest one is taken where workers wait for the line a tenth of the time. An exchange travels while they
+take the first steps of the next round (`sync_delay`), as many as it takes and at most half of them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ __all__ = ["ROUNDS", "SyncChoice", "SyncWork", "Way", "WorkerPace", "choose_sync
 ROUNDS = (5, 15, 30, 60)
 #: Of a step's computing, what the line may take where every step is exchanged; of all time, where rounds are.
 _STEP_SHARE, _ROUND_SHARE = 0.25, 0.1
+#: How much longer an exchange may take than was reckoned and still be covered by the steps of a delay.
+_MARGIN = 1.25
 #: Of partial averaging with 1/64 of the elements: by how many percent the validation loss ended above that of step sync, for
 #: rounds of so many steps (tests/benchmarks/RESULTS.md).
 _MEASURED_ABOVE = {5: -0.9, 15: -0.4, 30: 1.9, 60: 4.6}
@@ -64,9 +67,10 @@ class SyncWork:
         buckets: messages that make up such an exchange: their ways up and down overlap.
         other_bytes: of the whole run, at all workers together, beside its exchanges; None: not known.
         steps, steps_per_epoch: optimizer steps; a round ends with its epoch. None: not known.
-        sync_delay: local steps of the next round that workers take while an exchange travels.
+        sync_delay: local steps of the next round that workers take while an exchange travels, where the user has chosen.
         round_up_bytes, round_down_bytes: as those of an exchange, where rounds of local steps end with another one.
         density: part of the elements that such a round sends of each worker's way; None: all.
+        round_wire: wire format of such a round; "" where it is not told.
     """
 
     samples: float
@@ -81,6 +85,7 @@ class SyncWork:
     round_up_bytes: float | None = None
     round_down_bytes: float | None = None
     density: float | None = None
+    round_wire: str = ""
 
     def exchanged(self, every: int) -> tuple[float, float]:
         """Return the bytes of an exchange after `every` steps, from each worker and to it."""
@@ -103,6 +108,7 @@ class Way:
         every: optimizer steps between exchanges; 0 for one worker alone.
         compute_s: of the slowest worker.
         seconds: of a step, with the line.
+        sync_delay: local steps that an exchange travels beside.
         run_bytes: of the run, in both directions; None: not known.
         run_s: of the run; None: not known.
     """
@@ -111,12 +117,13 @@ class Way:
     every: int
     compute_s: float
     seconds: float
+    sync_delay: int = 0
     run_bytes: float | None = None
     run_s: float | None = None
 
     @property
     def line_share(self) -> float:
-        """Which part of the time the line takes."""
+        """Which part of the time workers wait for the line."""
         return 1 - self.compute_s / self.seconds if self.seconds else 0.0
 
     @property
@@ -132,7 +139,7 @@ class SyncChoice:
     """What was chosen, and why.
 
     Attributes:
-        sync, sync_every: as options of a run.
+        sync, sync_every, sync_delay: as options of a run.
         sentence: what was chosen, why, and what it costs; "" where the user chose.
         ways: all that were weighed; none where something is not known.
         warning: that it takes longer than one worker alone would; "" where it does not, or that is not known.
@@ -145,6 +152,7 @@ class SyncChoice:
     ways: tuple[Way, ...] = ()
     warning: str = ""
     is_uneven: bool = False
+    sync_delay: int = 0
 
     @property
     def chosen(self) -> Way | None:
@@ -190,7 +198,13 @@ def choose_sync(
     why = _why_step(paces, refused)
     dealt = [replace(pace, share=pace.samples_s or 1.0) for pace in paces] if measured and _are_unlike(paces) else paces
     lengths = sorted({1, *ROUNDS, asked or 1})
-    lone, ways = alone(work, paces), [together(work, paces if every == 1 else dealt, every) for every in lengths]
+    lone, ways = (
+        alone(work, paces),
+        [
+            together(work, paces if every == 1 else dealt, every, work.sync_delay if every == asked else None)
+            for every in lengths
+        ],
+    )
     if len(paces) < 2 or any(pace.lacks for pace in paces):
         told = f"sync auto: an exchange in every step, with the numbers of plain PyTorch, because {why}"
         timeless = [replace(way, compute_s=math.nan, seconds=math.nan, run_s=None) for way in (lone, *ways)]
@@ -204,11 +218,10 @@ def choose_sync(
         )
     sync = "step" if chosen.every == 1 else "local"
     sentence = (
-        ""
-        if asked
-        else f"sync auto: {_called(chosen)}, because {reason}; {_cost(chosen, ways[0], lone, dealt, work.density)}"
+        "" if asked else f"sync auto: {_called(chosen)}, because {reason}; {_cost(chosen, ways[0], lone, dealt, work)}"
     )
-    return SyncChoice(sync, chosen.every, sentence, (lone, *ways), warning, sync == "local" and dealt is not paces)
+    uneven = sync == "local" and dealt is not paces
+    return SyncChoice(sync, chosen.every, sentence, (lone, *ways), warning, uneven, chosen.sync_delay)
 
 
 def alone(work: SyncWork, paces: Sequence[WorkerPace]) -> Way:
@@ -223,11 +236,14 @@ def alone(work: SyncWork, paces: Sequence[WorkerPace]) -> Way:
     return _way(work, f"{best.name} alone", 0, compute_s, seconds(best), 0.0)
 
 
-def together(work: SyncWork, paces: Sequence[WorkerPace], every: int) -> Way:
+def together(work: SyncWork, paces: Sequence[WorkerPace], every: int, sync_delay: int | None = None) -> Way:
     """Return how all workers train with an exchange after `every` steps.
 
     Batches are sent ahead, so computing and what it waits for overlap with them; an exchange overlaps with the local steps of a
-    delay only. Buckets that are complete come down while others go up.
+    delay only, and that of an epoch's last round with none. Buckets that are complete come down while others go up.
+
+    Args:
+        sync_delay: local steps that an exchange travels beside; None: as many as it takes, at most half of a round.
     """
     total = sum(pace.share for pace in paces)
     rate = work.exchanges_per_step(every)
@@ -241,16 +257,22 @@ def together(work: SyncWork, paces: Sequence[WorkerPace], every: int) -> Way:
         (samples * work.sample_bytes + rate * down_bytes) / (pace.down_bytes_s or math.inf) for pace, samples in parts
     )
     name = "step sync" if every == 1 else f"local, rounds of {every} steps"
-    waited_s = max(0.0, exchange_s - min(work.sync_delay, every - 1) * compute_s)
-    seconds = max(compute_s + rate * waited_s, coming_s)
-    return _way(work, name, every, compute_s, seconds, rate * len(paces) * (up_bytes + down_bytes))
+    delay = every // 2 if sync_delay is None else sync_delay
+    if sync_delay is None and _MARGIN * exchange_s < delay * compute_s:
+        delay = math.ceil(_MARGIN * exchange_s / compute_s)
+    covered_s = min(exchange_s, min(delay, every - 1) * compute_s)
+    last_rate = 1 / work.steps_per_epoch if work.steps_per_epoch else 0.0
+    seconds = max(compute_s + rate * exchange_s - (rate - last_rate) * covered_s, coming_s)
+    return _way(work, name, every, compute_s, seconds, rate * len(paces) * (up_bytes + down_bytes), delay)
 
 
-def _way(work: SyncWork, name: str, every: int, compute_s: float, seconds: float, step_bytes: float) -> Way:
+def _way(
+    work: SyncWork, name: str, every: int, compute_s: float, seconds: float, step_bytes: float, sync_delay: int = 0
+) -> Way:
     if work.steps is None:
-        return Way(name, every, compute_s, seconds)
+        return Way(name, every, compute_s, seconds, sync_delay)
     run_bytes = None if work.other_bytes is None else work.other_bytes + work.steps * step_bytes
-    return Way(name, every, compute_s, seconds, run_bytes, work.steps * seconds)
+    return Way(name, every, compute_s, seconds, sync_delay, run_bytes, work.steps * seconds)
 
 
 def _why_step(paces: Sequence[WorkerPace], refused: str) -> str:
@@ -277,11 +299,14 @@ def _chosen(ways: Sequence[Way], why: str, asked: int) -> tuple[Way, str]:
     fitting = next((way for way in rounds if way.line_share <= _ROUND_SHARE), None)
     if fitting is None:
         fitting = best
-    return fitting, f"{takes}, and in these rounds it takes {fitting.line_share:.0%} of the time"
+    return fitting, f"{takes}, and in these rounds workers wait for it {fitting.line_share:.0%} of the time"
 
 
 def _called(way: Way) -> str:
-    return "an exchange in every step" if way.every == 1 else f"an exchange after each {way.every} local steps"
+    if way.every == 1:
+        return "an exchange in every step"
+    goes_on = f", which travels during the next {way.sync_delay} (sync_delay)" if way.sync_delay else ""
+    return f"an exchange after each {way.every} local steps{goes_on}"
 
 
 def _are_unlike(paces: Sequence[WorkerPace]) -> bool:
@@ -290,7 +315,7 @@ def _are_unlike(paces: Sequence[WorkerPace]) -> bool:
     return max(rates) > _UNLIKE * min(rates)
 
 
-def _cost(chosen: Way, step: Way, lone: Way, paces: Sequence[WorkerPace], density: float | None) -> str:
+def _cost(chosen: Way, step: Way, lone: Way, paces: Sequence[WorkerPace], work: SyncWork) -> str:
     """Say what a choice costs in bytes, time and exactness."""
     sent = "" if chosen.run_bytes is None else f"{show_bytes(round(chosen.run_bytes))} and "
     told = f"{sent}about {chosen.time}"
@@ -301,12 +326,19 @@ def _cost(chosen: Way, step: Way, lone: Way, paces: Sequence[WorkerPace], densit
         beside = f"with an exchange in every step {show_bytes(round(step.run_bytes))} and {step.time}; {beside}"
     return (
         f"{told} ({beside}), and not the numbers of plain PyTorch: an average of the weights that {len(paces)} workers reach in "
-        f"{_local_steps(chosen.every, paces)}{'' if density is None else _of_part(density, chosen.every)}"
+        f"{_local_steps(chosen.every, paces)}{_sent(work, chosen.every)}"
     )
 
 
-def _of_part(density: float, every: int) -> str:
-    """Say what it is worth that only a part of each worker's way travels."""
+def _sent(work: SyncWork, every: int) -> str:
+    """Say what it is worth that each worker's way does not travel as it is."""
+    density = work.density
+    if density is None:
+        return (
+            f", sent as {work.round_wire} (wire): what a message leaves out goes with the next"
+            if work.round_wire
+            else ""
+        )
     above = _MEASURED_ABOVE.get(every) if density == 1 / 64 else None
     told = f", of which the largest 1/{1 / density:.3g} travels and the rest stays with its worker"
     if above is None:

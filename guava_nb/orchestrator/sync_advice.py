@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from guava_nb.forecast.planned_run import Composed, PlannedRun, sync_work, uncha
 from guava_nb.forecast.sync_choice import ROUNDS, SyncChoice, WorkerPace, choose_sync
 from guava_nb.orchestrator.launch import measured_lines
 from guava_nb.orchestrator.replica_sets import ReplicaSets
-from guava_nb.protocol.messages import Cell, Factory, RunSpec
+from guava_nb.protocol.messages import Cell, Factory, RoundSpec, RunSpec
 from guava_nb.replica.model.resident import OWN_MODEL
 from guava_nb.spec.run_spec import round_spec, why_not_local
 from guava_nb.spec.training_options import MEASURED, OF_SESSION, TrainingOptions
@@ -38,6 +38,8 @@ _UNKNOWN_STEPS = 1000
 #: From so many optimizer steps on rounds are of partial averaging. Measured: after 150 steps its loss was 17 % above that of an
 #: exchange in every step, where averaging was hardly above; after 4,000 it was 6 % above, and averaging 14 %.
 _MANY_STEPS = 4000
+#: How the ways of shorter runs travel. Measured: no other loss in four digits than that of float32 (guava_nb/sync/home_lines.md).
+_AVERAGED_WIRE = "int4"
 
 
 class SyncAdvice:
@@ -73,7 +75,7 @@ class SyncAdvice:
         """
         if options.sync != "auto":
             return options, None
-        step, outer = options.synced("step", 1), "average"
+        step, rounds = options.synced("step", 1), options
         why = _why_no_trial(options, model)
         if why:
             choice = SyncChoice("step", 1, f"sync auto: an exchange in every step, because {why}")
@@ -81,10 +83,13 @@ class SyncAdvice:
             with unchanged_randomness():
                 run = self._planned(step, model, loaders, cluster is not None)
                 refused = why_not_local(config, step, run.composed.spec.parallel)
-                if (run.plan.steps_left(run.replica_set.step) or 0) >= _MANY_STEPS:
-                    outer = "partial"
-                choice = self._choose(run, cluster, refused, options.synced("local", ROUNDS[0], outer=outer))
-        return options.synced(choice.sync, choice.sync_every, choice.is_uneven, outer), choice
+                outer, wire = _rounds_of_auto(run)
+                rounds = options.synced("local", ROUNDS[0], outer=outer, wire=wire)
+                choice = self._choose(run, cluster, refused, rounds)
+        chosen = options.synced(
+            choice.sync, choice.sync_every, choice.is_uneven, rounds.outer or "", rounds.wire, choice.sync_delay
+        )
+        return chosen, choice
 
     def _choose(
         self, planned: PlannedRun, cluster: Cluster | None, refused: str, rounds: TrainingOptions
@@ -93,7 +98,7 @@ class SyncAdvice:
             planned.composed.spec.parallel is not None
         ):  # gradients do not cross the lines to here, which alone are known
             return SyncChoice("step", 1, f"sync auto: an exchange in every step, because {refused}")
-        work = sync_work(planned, round_spec(rounds))
+        work = sync_work(planned, round_spec(rounds), rounds.wire)
         if cluster is None:
             refused = refused or "nothing can be measured now: no worker is here, or a run is in progress"
         if refused or cluster is None or planned.workers < 2:
@@ -110,9 +115,7 @@ class SyncAdvice:
         paces = _paces(planned, cluster, self._known_seconds(planned, cluster))
         if any(pace.lacks for pace in paces):
             return None
-        return choose_sync(
-            sync_work(planned), paces, asked=planned.plan.sync_every, measured=planned.plan.shares == MEASURED
-        )
+        return _compared(planned, paces)
 
     def tell(
         self,
@@ -151,9 +154,7 @@ class SyncAdvice:
                 seconds = self._seconds(planned, cluster)
             if not set(seconds) >= set(cluster.roster.ready()):
                 return ""
-            work, measured = sync_work(planned), plan.shares == MEASURED
-            paces = _paces(planned, cluster, seconds)
-            return choose_sync(work, paces, asked=plan.sync_every, measured=measured).warning
+            return _compared(planned, _paces(planned, cluster, seconds)).warning
 
     # ------------------------------------------------------------------------------------------------- how fast workers are
 
@@ -204,6 +205,22 @@ def _why_no_trial(options: TrainingOptions, model: Factory) -> str:
     if options.check == "strict":
         return "check='strict' compares a whole batch with its pieces, and in rounds no step is taken on a whole batch"
     return ""
+
+
+def _rounds_of_auto(planned: PlannedRun) -> tuple[str, str]:
+    """Return the outer method and the wire format of the rounds that sync="auto" may take for a run."""
+    wire = planned.composed.spec.wire
+    if wire != "fp32":
+        return "average", wire
+    is_long = (planned.plan.steps_left(planned.replica_set.step) or 0) >= _MANY_STEPS
+    return ("partial", wire) if is_long else ("average", _AVERAGED_WIRE)
+
+
+def _compared(planned: PlannedRun, paces: Sequence[WorkerPace]) -> SyncChoice:
+    """Compare the way that the user chose with the others."""
+    (outer, wire), plan = _rounds_of_auto(planned), planned.plan
+    work = sync_work(planned, RoundSpec(outer, 1.0, 0.0), wire)
+    return choose_sync(work, paces, asked=plan.sync_every, measured=plan.shares == MEASURED)
 
 
 def _paces(planned: PlannedRun, cluster: Cluster, seconds: Mapping[int, float]) -> list[WorkerPace]:

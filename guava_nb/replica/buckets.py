@@ -243,7 +243,7 @@ class BucketWire:
         """
         if self._format_of(number) is None:
             return FlatTensor(dtype_name(flat.dtype), flat.numel()), tensor_bytes(flat)
-        message = self._feedback.encode(number, flat).message
+        message = self._feedback.message(number, flat)
         if shard is not None and isinstance(self._format, TopK):
             step, index = shard
             self._own[step, index, number] = message
@@ -275,6 +275,12 @@ class BucketWire:
         bucket = self._layout.bucket(number)
         return wire_format.decode(payload, bucket.numel, bucket.dtype)
 
+    def sent(self, number: int, payload: memoryview) -> Tensor:
+        """Return the values in a sparse message of a bucket, `[values sent]`; errors as of `decode`."""
+        assert isinstance(self._format, TopK)
+        bucket = self._layout.bucket(number)
+        return self._format.sent(payload, bucket.numel, bucket.dtype)[1]
+
     def decode_sum(self, message: SumBucket, payload: memoryview) -> Tensor:
         """Return the sum, `[numel]`, of a bucket that came from the hub; memory as of `decode`.
 
@@ -285,8 +291,9 @@ class BucketWire:
             return self.decode(message.bucket, message.tensor, payload)
         bucket = self._layout.bucket(message.bucket)
         messages = self._messages_of(message, payload, self._format.encoded_bytes(bucket.numel, bucket.dtype))
-        together = mean_of_senders if isinstance(self._format, TopK) and self._format.of_senders else sum_of_messages
-        return together(self._format, messages, bucket.numel, bucket.dtype)
+        if isinstance(self._format, TopK) and self._format.of_senders:
+            return mean_of_senders(self._format, messages, bucket.numel, bucket.dtype)
+        return sum_of_messages(self._format, messages, bucket.numel, bucket.dtype)
 
     def _messages_of(self, message: SumBucket, payload: memoryview, nbytes: int) -> Iterator[memoryview]:
         """Give the messages of all shards in their order: those that came, and this worker's own."""

@@ -359,15 +359,32 @@ class TrainingOptions:
             )
         return replace(settled, max_grad_norm=settled.max_grad_norm or None)
 
-    def synced(self, sync: str, sync_every: int, unlike: bool = False, outer: str = "average") -> Self:
+    def synced(
+        self,
+        sync: str,
+        sync_every: int,
+        unlike: bool = False,
+        outer: str = "average",
+        wire: str = "",
+        sync_delay: int = 0,
+    ) -> Self:
         """Return settled options with what sync="auto" has chosen; rounds of `unlike` workers have measured shares.
 
-        Its rounds are of `outer`; where a wire format was given, of averaging.
+        Its rounds are of `outer`, and their messages in the format `wire`, where that is given.
         """
         shares = MEASURED if unlike and self.shares is None else self.shares
         shares = None if sync == "step" and shares == MEASURED else shares
-        chosen = outer if sync == "local" and self.wire == "fp32" else None
-        return replace(self, sync=sync, sync_every=sync_every, shares=shares, outer=chosen)._with_rounds()
+        if sync == "step":
+            return replace(self, sync=sync, sync_every=sync_every, shares=shares, outer=None)._with_rounds()
+        return replace(
+            self,
+            sync=sync,
+            sync_every=sync_every,
+            shares=shares,
+            outer=outer,
+            wire=wire or self.wire,
+            sync_delay=sync_delay,
+        )._with_rounds()
 
     def _with_rounds(self) -> Self:
         """Fill in what a round of local sync is like; of a run that exchanges every step a round is one step."""

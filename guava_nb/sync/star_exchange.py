@@ -5,6 +5,8 @@ Carries out what the step machines decide. What a commit means for the run is th
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -98,20 +100,25 @@ class StarExchange(StepExchange[Replicas]):
         if in_flight is None or message.bucket not in in_flight.machine.buckets:
             return
         self._replicas.master.layout.bucket(message.bucket).check_form(message.tensor, message.present)
-        tensor = self._wire.decode(message.bucket, message.tensor, payload)
+        is_forwarded = self._wire.is_forwarded(message.bucket, len(in_flight.machine.tasks))
+        if is_forwarded:  # nothing is added up here, so of sparse elements only what was sent is looked at
+            tensor = self._wire.sent(message.bucket, payload)
+        else:
+            tensor = self._wire.decode(message.bucket, message.tensor, payload)
         instructions = in_flight.machine.on_bucket(
             rank, message.generation, message.shard, message.bucket, is_finite(tensor)
         )
         for instruction in instructions:
             if isinstance(instruction, Halt):
-                names = self._replicas.master.layout.bucket(message.bucket).not_finite(tensor, message.present)
+                whole = self._wire.decode(message.bucket, message.tensor, payload) if is_forwarded else tensor
+                names = self._replicas.master.layout.bucket(message.bucket).not_finite(whole, message.present)
                 raise self._not_finite(in_flight, instruction, names[0] if names else "")
-            if isinstance(instruction, Add):
+            if isinstance(instruction, Add) and is_forwarded:
+                in_flight.messages.setdefault(message.bucket, {})[message.shard] = rank, message.present, payload
+            elif isinstance(instruction, Add):
                 if message.bucket == BUFFERS and BUFFERS not in in_flight.sums:
                     in_flight.sums[BUFFERS] = self._merge_of(in_flight)
                 in_flight.add(message.bucket, message.shard, tensor, message.present)
-                if self._wire.is_forwarded(message.bucket, len(in_flight.machine.tasks)):
-                    in_flight.messages.setdefault(message.bucket, {})[message.shard] = rank, payload
         self._carry_out(in_flight, instructions)
 
     def _merge_of(self, in_flight: StepInFlight) -> BufferMerge:
@@ -130,19 +137,21 @@ class StarExchange(StepExchange[Replicas]):
                     self._commit(in_flight, instruction)
 
     def _send_sum(self, in_flight: StepInFlight, bucket: int, commit: Commit | None) -> None:
-        present, flat = self._result(in_flight, bucket)
         if bucket in in_flight.messages:
-            self._forward(in_flight, bucket, present, commit)
+            self._forward(in_flight, bucket, commit)
             return
+        present, flat = self._result(in_flight, bucket)
         tensor, payload = self._wire.encode(bucket, flat)
         message = self._head_of(SumBucket, in_flight, bucket, present, tensor, commit)
         self._job.cluster.send_all(in_flight.members, message, [payload])
 
-    def _forward(self, in_flight: StepInFlight, bucket: int, present: bytes, commit: Commit | None) -> None:
+    def _forward(self, in_flight: StepInFlight, bucket: int, commit: Commit | None) -> None:
         """Send each member the messages that are not its own; each adds all up in shard order, to the same bits."""
         messages = sorted(in_flight.messages[bucket].items())
+        union = functools.reduce(operator.or_, (int.from_bytes(bits, "little") for _, (_, bits, _) in messages))
+        present = union.to_bytes(self._replicas.master.layout.bucket(bucket).present_bytes, "little")
         for member in in_flight.members:
-            lacking = {shard: payload for shard, (sender, payload) in messages if sender != member}
+            lacking = {shard: payload for shard, (sender, _, payload) in messages if sender != member}
             tensor = FlatTensor("uint8", sum(map(len, lacking.values())))
             message = self._head_of(
                 SumBucket, in_flight, bucket, present, tensor, commit, shards=len(messages), forwarded=tuple(lacking)

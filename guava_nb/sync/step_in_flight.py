@@ -50,7 +50,8 @@ class StepInFlight:
         members: ranks that take part: they get the sums whether or not they have a shard.
         shards: in summation order; kept until the commit, since they may have to be sent again.
         batches: loader batches in this step.
-        messages: of buckets whose messages go on to the others as they came: the sender and the message, by shard.
+        messages: of buckets whose messages go on to the others as they came: the sender, its presence bits and the message, by
+            shard.
         changes: what the workers' own code changed of the parameters.
         square: squared norm of the summed gradients so far; None: not known.
         frozen: by stage, the first worker that told which parameters take no gradient any more, and these.
@@ -62,7 +63,7 @@ class StepInFlight:
     shards: PlannedShards
     batches: int
     sums: dict[int, BucketSum | BufferMerge] = field(default_factory=dict)
-    messages: dict[int, dict[int, tuple[int, memoryview]]] = field(default_factory=dict)
+    messages: dict[int, dict[int, tuple[int, bytes, memoryview]]] = field(default_factory=dict)
     changes: OwnChanges = field(default_factory=OwnChanges)
     frozen: dict[str, tuple[int, frozenset[str]]] = field(default_factory=dict)
     square: float | None = None

@@ -46,6 +46,11 @@ class ErrorFeedback:
         self._proposed: dict[str, Tensor] = {}
 
     def encode(self, key: object, flat: Tensor) -> Sent:
+        """Return what `message` returns, and what is read in it."""
+        message, dtype = self.message(key, flat), accumulation_dtype(flat.dtype)
+        return Sent(message, self.wire_format.decode(message, flat.numel(), dtype, flat.device))
+
+    def message(self, key: object, flat: Tensor) -> memoryview:
         """Return the message of a flat tensor, `[numel]`, and of what is left of earlier ones of that key.
 
         Raises:
@@ -53,11 +58,10 @@ class ErrorFeedback:
         """
         values = self._with_rest(key, flat)
         message = self.wire_format.encode(values)
-        decoded = self.wire_format.decode(message, values.numel(), values.dtype, values.device)
         if not self.wire_format.is_exact:
             # What is not finite must not stay for ever, whether or not its step is discarded.
-            self._proposed[str(key)] = (values - decoded).nan_to_num_(0.0, 0.0, 0.0)
-        return Sent(message, decoded)
+            self._proposed[str(key)] = self.wire_format.left_out(values, message).nan_to_num_(0.0, 0.0, 0.0)
+        return message
 
     def settle(self, key: object, flat: Tensor) -> Tensor:
         """Return a flat tensor, `[numel]`, with all that earlier messages of that key left out, which is then owed no more.
@@ -83,7 +87,8 @@ class ErrorFeedback:
             return values
         if before.shape != values.shape:
             raise LocalProtocolError(f"{values.numel()} elements for the residual of {before.numel()} of {key}")
-        return values + before.to(values.device) * self.decay
+        before = before.to(values.device)
+        return values + (before if self.decay == 1 else before * self.decay)
 
     def commit(self) -> None:
         """What was encoded since the last commit counts."""

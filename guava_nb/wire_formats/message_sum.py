@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from guava_nb.wire_formats.top_k import TopK
 from guava_nb.wire_formats.wire_format import Device, WireFormat, accumulation_dtype
 
 __all__ = ["WayDown", "mean_of_senders", "shorter_way_down", "sum_of_messages"]
@@ -35,7 +36,7 @@ def sum_of_messages(
 
 
 def mean_of_senders(
-    wire_format: WireFormat,
+    wire_format: TopK,
     messages: Iterable[Any],
     numel: int,
     dtype: torch.dtype = torch.float32,
@@ -48,11 +49,16 @@ def mean_of_senders(
     """
     total = torch.zeros(numel, dtype=accumulation_dtype(dtype), device=device)
     senders = torch.zeros(numel, dtype=torch.int16, device=device)
-    for message in messages:
-        decoded = wire_format.decode(message, numel, dtype, device)
-        total += decoded
-        senders += decoded != 0
-    return total.div_(senders.clamp_(min=1))
+    touched = list[Tensor]()
+    for message in messages:  # only what is sent is looked at: no message names a place twice
+        places, values = wire_format.sent(message, numel, dtype, device)
+        total[places] += values
+        senders[places] += values != 0
+        touched.append(places)
+    if touched:
+        places = torch.cat(touched)
+        total[places] = total[places] / senders[places].clamp_(min=1)
+    return total
 
 
 class WayDown(NamedTuple):

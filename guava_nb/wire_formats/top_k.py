@@ -6,7 +6,9 @@ The sparse updates of SparseLoCo (arXiv:2508.15706) are such messages.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +16,15 @@ from guava_nb.errors import ConfigError, RemoteProtocolError
 from guava_nb.wire_formats.ascending_indices import decoded_indices, encoded_indices, index_bytes
 from guava_nb.wire_formats.blocks import checked_scales, rounded_up
 from guava_nb.wire_formats.packed_bits import packed, packed_bytes, unpacked
-from guava_nb.wire_formats.wire_format import WireFormat, accumulation_dtype
+from guava_nb.wire_formats.wire_format import Device, WireFormat, accumulation_dtype
 
 __all__ = ["TopK"]
 
 _LARGEST = torch.finfo(torch.float32).max / 2
 #: Magnitudes are averaged as whole numbers: sums of floats depend on their order, and with it on the version of torch.
 _UNIT = 2.0**20
+#: Elements that are looked at together on a CPU: 512 KiB of float32.
+_IN_CACHE = 1 << 17
 
 
 class TopK(WireFormat):
@@ -111,19 +115,44 @@ class TopK(WireFormat):
     # ---------------------------------------------------------------------------------------------------------- decode
 
     def _decode(self, raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        out = torch.zeros(numel, dtype=dtype, device=raw.device)
-        rest = out
+        places, values = self._sent(raw, numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=raw.device).scatter_(0, places, values)
+
+    def sent(
+        self, message: Any, numel: int, dtype: torch.dtype = torch.float32, device: Device = "cpu"
+    ) -> tuple[Tensor, Tensor]:
+        """Return where the elements of a message lie, ascending, and their values; arguments and errors as of `decode`.
+
+        Returns:
+            Places, `[count]` of int64, and `[count]` of float32 or float64.
+        """
+        raw, dtype = self.checked(message, numel, dtype, device), accumulation_dtype(dtype)
+        return self._sent(raw, numel, dtype)
+
+    def left_out(self, values: Tensor, message: Any) -> Tensor:
+        """Return what the message of `values` lacks of them; see `WireFormat.left_out`."""
+        places, sent = self.sent(message, values.numel(), values.dtype, values.device)
+        rest = values.clone()
+        rest[places] -= sent
+        return rest
+
+    def _sent(self, raw: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        found, first = list[tuple[Tensor, Tensor]](), 0
         for section in self._sections(numel):
             rows, length, count = section
-            dense, rest = rest[: rows * length].view(rows, length), rest[rows * length :]
             sizes = self._sizes(*section, dtype)
             # Cloned, since a view as a larger type needs an aligned beginning.
             levels, indices, codes = (part.clone() for part in torch.split_with_sizes(raw[: sum(sizes)], sizes))
             raw = raw[sum(sizes) :]
-            places = decoded_indices(indices, rows, length, count)
+            starts = torch.arange(first, first + rows * length, length, device=raw.device).unsqueeze(1)
+            places = decoded_indices(indices, rows, length, count) + starts
             values = codes.view(dtype) if self.bits == 32 else self._values(levels, codes, rows, count).to(dtype)
-            dense.scatter_(1, places, values.view(rows, count))
-        return out
+            found.append((places.view(-1), values.reshape(-1)))
+            first += rows * length
+        if not found:
+            return torch.zeros(0, dtype=torch.int64, device=raw.device), torch.zeros(0, dtype=dtype, device=raw.device)
+        places, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return places, values
 
     def _values(self, raw_levels: Tensor, raw_codes: Tensor, rows: int, count: int) -> Tensor:
         levels = checked_scales(raw_levels, _LARGEST).view(rows, 2)
@@ -136,16 +165,49 @@ class TopK(WireFormat):
 
 
 def _largest(section: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` largest of each row, ascending; what is not finite counts as largest.
-
-    `topk` may take any of equal elements, so it says only how large the smallest one is.
-    """
+    """Return the places of the `count` largest of each row, ascending; what is not finite counts as largest."""
     rows, length = section.shape
     if count == length:
         return torch.arange(length, device=section.device).expand(rows, length)
-    sizes = torch.where(section.isfinite(), section.abs(), torch.inf)
-    smallest = sizes.topk(count, dim=1).values[:, -1:]
-    is_chosen, is_equal = sizes > smallest, sizes == smallest
-    lacking = count - is_chosen.sum(1, keepdim=True)
-    is_chosen |= is_equal & (is_equal.cumsum(1, dtype=torch.int32) <= lacking)
-    return is_chosen.nonzero()[:, 1].view(rows, count)
+    if section.device.type != "cpu":
+        return _largest_of(section, count)
+    pieces = section.split(max(1, _IN_CACHE // length))  # type: ignore[no-untyped-call]
+    return torch.cat([_largest_of(piece, count) for piece in pieces])
+
+
+def _largest_of(section: Tensor, count: int) -> Tensor:
+    """Return `_largest` of rows that are longer than `count`.
+
+    The largest ones are found in any order, which says how large the smallest of them is; only where others are as large does
+    it matter which came first.
+    """
+    rows, length = section.shape
+    sizes = section.abs()
+    largest = _top(sizes, count)
+    if not bool(largest.isfinite().all()):
+        sizes = torch.where(section.isfinite(), sizes, torch.inf)
+        largest = _top(sizes, count)
+    smallest = largest.amin(1, keepdim=True)
+    is_chosen = sizes >= smallest
+    places = _true_places(is_chosen)
+    if len(places) > rows * count:
+        is_equal = sizes == smallest
+        lacking = count - (sizes > smallest).sum(1, keepdim=True)
+        is_chosen &= ~is_equal | (is_equal.cumsum(1, dtype=torch.int32) <= lacking)
+        places = _true_places(is_chosen)
+    return places.view(rows, count) % length
+
+
+def _top(sizes: Tensor, count: int) -> Tensor:
+    """Return the `count` largest of each row, `[rows, count]`, in no order. NumPy's selection takes a quarter of torch's time."""
+    if sizes.device.type != "cpu":
+        return sizes.topk(count, dim=1, sorted=False).values
+    first = sizes.shape[1] - count
+    return torch.from_numpy(np.partition(sizes.numpy(), first, axis=1)[:, first:])
+
+
+def _true_places(marks: Tensor) -> Tensor:
+    """Return where true values lie in a tensor that is read row by row. NumPy takes a fifth of torch's time."""
+    if marks.device.type != "cpu":
+        return marks.view(-1).nonzero()[:, 0]
+    return torch.from_numpy(np.flatnonzero(marks.numpy()))

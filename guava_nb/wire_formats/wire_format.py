@@ -66,16 +66,22 @@ class WireFormat(ABC):
         Raises:
             RemoteProtocolError: the message has another length, or holds what `encode` never writes.
         """
-        dtype, expected = accumulation_dtype(dtype), self.encoded_bytes(numel, dtype)
+        raw, dtype = self.checked(message, numel, dtype, device), accumulation_dtype(dtype)
+        return self._decode(raw, numel, dtype) if raw.numel() else torch.zeros(numel, dtype=dtype, device=device)
+
+    def checked(self, message: Any, numel: int, dtype: torch.dtype, device: Device) -> Tensor:
+        """Return the bytes of a message whose length is right; arguments and errors as of `decode`."""
+        expected = self.encoded_bytes(numel, accumulation_dtype(dtype))
         if len(message) != expected:
             raise RemoteProtocolError(
                 f"{len(message)} bytes came for {numel} elements as {self.name}, which take {expected}"
             )
-        if not expected:
-            return torch.zeros(numel, dtype=dtype, device=device)
         # The copy is aligned, writable and our own, whatever the payload's memory was.
-        raw = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
-        return self._decode(raw, numel, dtype)
+        return torch.frombuffer(bytearray(message) or bytearray(1), dtype=torch.uint8)[:expected].to(device)
+
+    def left_out(self, values: Tensor, message: Any) -> Tensor:
+        """Return what the message of `values`, `[numel]` of float32 or float64, lacks of them; its own memory."""
+        return values - self.decode(message, values.numel(), values.dtype, values.device)
 
     @abstractmethod
     def _encode(self, values: Tensor) -> Sequence[Tensor]:

@@ -102,15 +102,18 @@ def test_home_lines_get_rounds_and_a_fast_line_gets_exact_steps() -> None:
     slow = choose_sync(WORK, home())
     assert (slow.sync, slow.sync_every, slow.warning) == ("local", 60, "")
     assert slow.sentence == (
-        "sync auto: an exchange after each 60 local steps, because with one in every step the line would take 4.33 s "
-        "beside 200 ms of computing, and in these rounds it takes 27% of the time; 2.5 GB and about 13.6 min (with an "
-        "exchange in every step 120.5 GB and 3.77 h; w1 alone: 20 min), and not the numbers of plain PyTorch: an "
-        "average of the weights that 2 workers reach in 60 steps each"
+        "sync auto: an exchange after each 60 local steps, which travels during the next 28 (sync_delay), because with one in "
+        "every step the line would take 4.33 s beside 200 ms of computing, and in these rounds workers wait for it 1% of the "
+        "time; 2.5 GB and about 10.1 min (with an exchange in every step 120.5 GB and 3.77 h; w1 alone: 20 min), and not the "
+        "numbers of plain PyTorch: an average of the weights that 2 workers reach in 60 steps each"
     )
     office = choose_sync(WORK, home(up_mbit=20_000, down_mbit=20_000, step_s=1.0))
     assert office.sync == "step" and "those of plain PyTorch on one machine" in office.sentence and not office.warning
     between = choose_sync(WORK, home(up_mbit=100, down_mbit=100, step_s=1.0))
-    assert (between.sync, between.sync_every) == ("local", 15)
+    assert (between.sync, between.sync_every, between.sync_delay) == ("local", 5, 2)
+    int4 = choose_sync(replace(WORK, round_up_bytes=1.25e6, round_down_bytes=1.25e6, round_wire="int4"), home())
+    assert (int4.sync_every, int4.sync_delay) == (15, 4)
+    assert int4.sentence.endswith("15 steps each, sent as int4 (wire): what a message leaves out goes with the next")
 
 
 def test_rounds_that_send_a_part_are_shorter_and_it_is_said_what_that_part_was_measured_to_cost() -> None:
@@ -122,18 +125,30 @@ def test_rounds_that_send_a_part_are_shorter_and_it_is_said_what_that_part_was_m
         "with its worker; measured with a small language model, after 10,000 steps the loss was 0.9 % below that of an "
         "exchange in every step; shorter runs lose more"
     )
-    assert "and in these rounds it takes 8% of the time" in choice.sentence
-    every = [choose_sync(part, home(step_s=step_s)).sync_every for step_s in (0.2, 0.06, 0.03, 0.01)]
-    assert every == [5, 15, 30, 60]
+    assert "and in these rounds workers wait for it 0% of the time" in choice.sentence
+    every = [choose_sync(part, home(step_s=step_s)).sync_every for step_s in (0.2, 0.03, 0.01, 0.005, 0.002)]
+    assert every == [5, 15, 15, 30, 60]
     coarse = choose_sync(replace(part, density=1 / 100), home()).sentence
     assert coarse.endswith("of which the largest 1/100 travels and the rest stays with its worker")
     assert choose_sync(part, home(), asked=1).ways[1] == choose_sync(WORK, home(), asked=1).ways[1]  # a step sends all
 
 
+@given(works, teams)
+def test_a_delay_covers_the_exchange_or_half_of_a_round(work: SyncWork, paces: list[WorkerPace]) -> None:
+    choice = choose_sync(work, paces)
+    assert choice.chosen is not None and choice.sync_delay == choice.chosen.sync_delay
+    for way in choice.ways[1:]:
+        assert way.sync_delay <= way.every // 2 and (way.every == 1 or way.sync_delay >= 1)
+        waits = way.seconds > way.compute_s * 1.01
+        is_covered = way.sync_delay < way.every // 2
+        if is_covered and waits:  # the batches themselves are waited for, or an epoch ends
+            assert work.sample_bytes or work.steps_per_epoch
+
+
 def test_step_sync_over_a_home_line_is_told_to_take_longer_than_one_worker() -> None:
     assert choose_sync(WORK, home(), asked=1).warning == (
         "an exchange in every step over these lines would take longer than w1 alone: about 3.77 h against 20 min. sync='auto' "
-        "(--sync auto) exchanges less often: after each 30 local steps it takes about 17.2 min, with other numbers than plain "
+        "(--sync auto) exchanges less often: after each 15 local steps it takes about 19.8 min, with other numbers than plain "
         "PyTorch's"
     )
     assert not choose_sync(WORK, home(step_s=2), asked=60).warning
@@ -169,7 +184,7 @@ def test_the_table_has_bytes_and_time_of_each_way_and_only_bytes_where_no_worker
     rows = choose_sync(WORK, home()).rows()
     assert rows[0] == ("w1 alone", "500.0 MB", "20 min", "plain PyTorch's")
     assert rows[1] == ("step sync", "120.5 GB", "3.77 h", "plain PyTorch's")
-    assert rows[-1] == ("local, rounds of 60 steps (chosen)", "2.5 GB", "13.6 min", "another algorithm")
+    assert rows[-1] == ("local, rounds of 60 steps (chosen)", "2.5 GB", "10.1 min", "another algorithm")
     unknown = choose_sync(WORK, [WorkerPace("worker 1"), WorkerPace("worker 2")]).rows()
     assert [row[2] for row in unknown] == ["-"] * 6 and unknown[1][1] == "120.5 GB"
 
@@ -177,8 +192,14 @@ def test_the_table_has_bytes_and_time_of_each_way_and_only_bytes_where_no_worker
 def test_of_an_exchange_only_what_the_steps_of_a_delay_do_not_cover_is_waited_for() -> None:
     """10 MB take 4 s up and, of three buckets, 0.27 s more down, beside rounds of 30 steps of 0.2 s."""
     exchange_s = 4 + 0.8 / 3 + 0.06
+    endless = replace(WORK, steps_per_epoch=None)
     for delay, waited_s in ((0, exchange_s), (10, exchange_s - 2.0), (29, 0.0), (99, 0.0)):
-        (way,) = [way for way in choose_sync(replace(WORK, sync_delay=delay), home(), asked=30).ways if way.every == 30]
+        (way,) = [
+            way for way in choose_sync(replace(endless, sync_delay=delay), home(), asked=30).ways if way.every == 30
+        ]
         assert way.seconds == pytest.approx(0.2 + waited_s / 30)
+        (way,) = [way for way in choose_sync(replace(WORK, sync_delay=delay), home(), asked=30).ways if way.every == 30]
+        # The end of an epoch, here of 3,000 steps, waits for all of it.
+        assert way.seconds == pytest.approx(0.2 + waited_s / 30 + (exchange_s - waited_s) / 3000)
     step = [choose_sync(replace(WORK, sync_delay=d), home(), asked=30).ways[1] for d in (0, 29)]
     assert step[0] == step[1]  # with an exchange in every step there is nothing to go on with
