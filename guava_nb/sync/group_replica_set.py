@@ -149,7 +149,7 @@ class GroupReplicaSet(ReplicaSet):
                 self._away.pop(rank, None)
             elif rank not in job.suspects:
                 self.retire()
-                raise GroupLost(f"{job.cluster.name(rank)} was lost: {job.cluster.members()[rank].detail}")
+                raise GroupLost(f"{job.cluster.name(rank)} was lost: {job.cluster.roster.members[rank].detail}")
             elif now - self._away.setdefault(rank, now) > AWAY_LIMIT_S:
                 self.retire()
                 raise GroupLost(f"{job.cluster.name(rank)} is away for more than {AWAY_LIMIT_S:g} s")
