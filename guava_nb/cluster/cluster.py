@@ -6,7 +6,6 @@ dispatcher thread, so that no reader ever waits for another worker or for the us
 
 from __future__ import annotations
 
-import hmac
 import logging
 import queue
 import secrets
@@ -22,6 +21,7 @@ from guava_nb.cluster.payload_bounds import PayloadBounds
 from guava_nb.cluster.program_ranks import Programs
 from guava_nb.cluster.report_checks import first_invalid_energy
 from guava_nb.cluster.roster import MOST_CHARS, Member, Roster, shortened, version_notes
+from guava_nb.cluster.seat_sessions import SeatSessions
 from guava_nb.cluster.vitals import VitalsBook
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.config.units import show_bytes
@@ -87,6 +87,7 @@ class Cluster:
         expelled: members whose sessions were ended because they broke the protocol.
         least_wait_s: the shortest time after which a connected worker that does not answer counts as slow.
         on_idle_leave: releases a member that leaves between two jobs, from any thread; called by the dispatcher.
+        seats: the sessions of the members, and the bytes of those that are over.
         greetings: are sent to each newcomer before anything else.
         takes: gets each message before a job does, from reader threads, and returns whether it was for it: an answer that was
             asked for outside of any job.
@@ -113,9 +114,7 @@ class Cluster:
         self.expelled: set[int] = set()
         self.session_id = secrets.token_hex(8)
         self.least_wait_s = 30.0
-        self._sessions: dict[int, SessionHandle] = {}
-        self._all_sessions: list[tuple[int, SessionHandle]] = []  # with the rank of each
-        self._ranks: dict[bytes, int] = {}
+        self.seats = SeatSessions()
         self._leaving: dict[int, str] = {}  # members that were not released yet, and why they go
         self.on_idle_leave: Callable[[int], None] = self.release
         self.takes: Callable[[int, Message, memoryview], bool] = lambda rank, message, payload: False
@@ -132,12 +131,12 @@ class Cluster:
         if isinstance(event, MessageArrived) and type(event.message) not in FROM_WORKERS:
             self._events.put(event)
             return
-        if isinstance(event, MessageArrived) and event.session.session_id not in self._ranks:
+        if isinstance(event, MessageArrived) and self.seats.rank_of(event.session.session_id) is None:
             self._programs.on_message(event.session, event.message)
         if self.relay.on_event(event):
             return
         if isinstance(event, MessageArrived) and not isinstance(event.message, _NOT_FOR_JOBS):
-            rank, mailbox = self._ranks.get(event.session.session_id), self._mailbox
+            rank, mailbox = self.seats.rank_of(event.session.session_id), self._mailbox
             if rank is not None:
                 self.bounds.came(rank, event.message)
             if rank is not None and self.takes(rank, event.message, memoryview(event.payload)):
@@ -172,14 +171,14 @@ class Cluster:
         elif isinstance(event, VisitArrived):
             self._on_visit(event)
         elif not isinstance(event, SessionOpened):
-            rank = self._ranks.get(event.session.session_id)
+            rank = self.seats.rank_of(event.session.session_id)
             if rank is None:
                 self._programs.on_change(event)
-            elif self._sessions.get(rank) is event.session:  # not an earlier one of a worker that came back
+            elif self.seats.of(rank) is event.session:  # not an earlier one of a worker that came back
                 self._on_session_change(rank, event)
 
     def _on_message(self, event: MessageArrived) -> None:
-        message, rank = event.message, self._ranks.get(event.session.session_id)
+        message, rank = event.message, self.seats.rank_of(event.session.session_id)
         if type(message) not in FROM_WORKERS:
             self._end_session(event.session, rank, f"a {type(message).__name__}, which no worker sends")
         elif isinstance(message, Hello):
@@ -202,7 +201,11 @@ class Cluster:
 
     def _close_aside(self, session: SessionHandle, reason: str) -> None:
         """Closing waits for a peer that may be gone; the others' events must not wait with it."""
-        threading.Thread(target=session.close, args=(reason,), name="guava-close", daemon=True).start()
+        threading.Thread(target=self._close, args=(session, reason), name="guava-close", daemon=True).start()
+
+    def _close(self, session: SessionHandle, reason: str) -> None:
+        session.close(reason)
+        self.seats.note_over(session)
 
     def _on_leave(self, rank: int, reason: str) -> None:
         """Release it, or let the job do so, which may need what only this member holds."""
@@ -215,7 +218,7 @@ class Cluster:
             self.on_idle_leave(rank)
 
     def _seat(self, session: SessionHandle, hello: Hello) -> None:
-        if session.session_id in self._ranks:
+        if self.seats.rank_of(session.session_id) is not None:
             return  # a hello sent again after a resume
         notes = version_notes(local_versions(), hello.versions)
         with self._changed:
@@ -225,9 +228,8 @@ class Cluster:
                 return
             member = self.roster.join(hello) if before is None else self.roster.rejoin(before, hello)
             member.detail = "; ".join(notes)
-            self._ranks[session.session_id] = member.rank
-            self._sessions[member.rank] = session
-            self._all_sessions.append((member.rank, session))
+            self.seats.sit(member.rank, session)
+            self._forget(self.roster.prune())
         for message in (Accept(member.name, self.session_id), *self.greetings):
             self.send(member.rank, message)
         came = "joined" if before is None else "joined again"
@@ -236,13 +238,21 @@ class Cluster:
 
     def _seat_before(self, session: SessionHandle, before: str) -> int | None:
         """The seat of a process that was given up here and comes back; None for a newcomer, or a copy of its identity."""
-        for rank, earlier in reversed(self._all_sessions):
-            if earlier.session_id.hex() == before and hmac.compare_digest(earlier.identity, session.identity):
-                return rank if self.roster.members[rank].state == "lost" else None
-        return None
+        rank = self.seats.seat_before(before, session.identity)
+        return rank if rank is not None and self.roster.members[rank].state == "lost" else None
+
+    def _forget(self, ranks: Iterable[int]) -> None:
+        """Let go of what is kept of seats that are long gone: one who has the code may take thousands."""
+        for rank in ranks:
+            self.seats.forget(rank)
+            self.expelled.discard(rank)
+            self.caches.pop(rank, None)
+            for book in (self.energy, self.bounds, self._breaks):
+                book.forget(rank)
+            self._told_invalid = {told for told in self._told_invalid if told[0] != rank}
 
     def _on_visit(self, event: VisitArrived) -> None:
-        report, rank = event.message, self._ranks.get(event.session_id)
+        report, rank = event.message, self.seats.rank_of(event.session_id)
         if rank is None:
             return
         member = self.roster.members[rank]
@@ -273,8 +283,9 @@ class Cluster:
     def _end(self, rank: int, move: Callable[[int, str], bool], detail: str, sentence: str) -> None:
         if not move(rank, detail):
             return
-        session = self._sessions.pop(rank, None)
+        session = self.seats.rise(rank)
         self.vitals.forget(rank)
+        self._leaving.pop(rank, None)
         member, (out_bytes, in_bytes) = self.roster.members[rank], self.total_bytes(rank)
         self._announce(Lost(rank), f"{member.name} {sentence}")
         self._record(
@@ -320,7 +331,7 @@ class Cluster:
 
     def send(self, rank: int, message: Message, buffers: Buffers = ()) -> bool:
         """Queue a message for a member; returns False when it is gone (its `Lost` event is on the way)."""
-        session = self._sessions.get(rank)
+        session = self.seats.of(rank)
         if session is None:
             return False
         self.bounds.sent(rank, message)
@@ -337,7 +348,7 @@ class Cluster:
 
     def let_go(self, rank: int, reason: str) -> None:
         """End a member's session for good, so that nothing is sent to it or by it again."""
-        session = self._sessions.get(rank)
+        session = self.seats.of(rank)
         if session is not None:
             self._events.put(SessionClosed(session, LinkClosed(reason), False))
 
@@ -352,7 +363,7 @@ class Cluster:
 
     def release(self, rank: int) -> None:
         """Let a member go that asked for it; its `Lost` event is on the way."""
-        reason, session = self._leaving.pop(rank, None), self._sessions.get(rank)
+        reason, session = self._leaving.pop(rank, None), self.seats.of(rank)
         if reason is not None and session is not None:
             self._events.put(SessionClosed(session, LinkClosed(reason), True))
 
@@ -382,12 +393,11 @@ class Cluster:
 
     def total_bytes(self, rank: int) -> tuple[int, int]:
         """Return what was sent to a member and came from it, since it joined, whether or not it is still there."""
-        wires = [session.wire for seat, session in self._all_sessions if seat == rank]
-        return sum(sum(w.out_bytes.values()) for w in wires), sum(sum(w.in_bytes.values()) for w in wires)
+        return self.seats.total_bytes(rank)
 
     def payload_of(self, session_id: bytes, message: Message) -> int:
         """Return the most payload bytes that a session may bring with this record; called before memory is taken for them."""
-        return self.bounds.most_bytes(self._ranks.get(session_id), message)
+        return self.bounds.most_bytes(self.seats.rank_of(session_id), message)
 
     def flush_output(self) -> None:
         """Wait until the lines are kept that came before this call; at most 5 s."""
@@ -397,23 +407,19 @@ class Cluster:
 
     def session(self, rank: int) -> SessionHandle | None:
         """Return the session of a member that still holds its seat."""
-        return self._sessions.get(rank)
+        return self.seats.of(rank)
 
     def rates(self, rank: int) -> tuple[float | None, float | None]:
         """Bytes a second that the lines to a member and from it do, as far as messages or measuring have shown; None: not."""
-        session, told = self._sessions.get(rank), self.energy.newest(rank)
+        session, told = self.seats.of(rank), self.energy.newest(rank)
         out = None if session is None else session.rate_bytes_s[0]  # what came says how much there was to send
         asked = self.roster.members[rank].line
         return _higher(asked[0], out), _higher(asked[1], None if told is None else told.up_bytes_s)
 
     def is_in_outage(self, rank: int) -> bool:
         """Whether a member is away because a tunnel broke, and not by itself."""
-        session = self._sessions.get(rank)
+        session = self.seats.of(rank)
         return session is not None and session.in_outage
-
-    def all_sessions(self) -> list[SessionHandle]:
-        """Return the sessions of all seats, gone ones included."""
-        return [session for _, session in self._all_sessions]
 
     def name(self, rank: int) -> str:
         """Return a member's name."""
@@ -458,7 +464,7 @@ class Cluster:
         """
         with self._changed:
             deadline = time.monotonic() + timeout_s
-            while (rank := self._ranks.get(session.session_id)) is None:
+            while (rank := self.seats.rank_of(session.session_id)) is None:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or session.state == "closed":
                     return None

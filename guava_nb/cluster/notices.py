@@ -49,6 +49,11 @@ class LineBreaks:
             "(a proxy, a phone, a VPN): another network or another --tunnel may help"
         )
 
+    def forget(self, rank: int) -> None:
+        """A worker is long gone."""
+        self._at.pop(rank, None)
+        self._told_at.pop(rank, None)
+
     def back(self, rank: int, name: str, now: float) -> str:
         """Return what to say of a connection that is back, "" for nothing."""
         breaks = self._at[rank]

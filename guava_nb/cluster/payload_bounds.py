@@ -74,6 +74,12 @@ class PayloadBounds:
             with self._access:
                 self._owed[rank, type(message)] -= 1
 
+    def forget(self, rank: int) -> None:
+        """A worker is long gone."""
+        with self._access:
+            self._owed = Counter({key: count for key, count in self._owed.items() if key[0] != rank})
+            self._code = {key: most_bytes for key, most_bytes in self._code.items() if key[0] != rank}
+
     def most_bytes(self, rank: int | None, message: Message) -> int:
         """Return the most payload bytes that may come with this record; `rank` is None for a session that is no worker's."""
         kind = type(message)

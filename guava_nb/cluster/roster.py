@@ -16,7 +16,7 @@ from msgspec.structs import asdict, replace
 from guava_nb.protocol.messages import Hello
 from guava_nb.telemetry.waits import Waits
 
-__all__ = ["MOST_CHARS", "Member", "Roster", "shortened", "version_notes"]
+__all__ = ["MOST_CHARS", "MOST_GONE", "Member", "Roster", "shortened", "version_notes"]
 
 #: Differences of these versions change what a worker can run or compute; a person should see them at the join.
 _COMPARED = ("guava_nb", "python", "torch")
@@ -24,6 +24,8 @@ _COMPARED = ("guava_nb", "python", "torch")
 _PACE_WEIGHT = 0.3
 #: What a worker says of itself in one text is kept up to here; and so many entries of a list.
 MOST_CHARS, _MOST_ENTRIES = 500, 32
+#: Seats that are kept of workers that are gone.
+MOST_GONE = 256
 _NAME_CHARS = 100
 
 
@@ -62,20 +64,44 @@ class Member:
             self.sample_s = known + _PACE_WEIGHT * (now - known)
 
 
+class _Seats(dict[int, Member]):
+    """The members by rank; one that was forgotten is gone, whatever comes late from it."""
+
+    def __missing__(self, rank: int) -> Member:
+        name = f"the worker of seat {rank}"
+        hello = Hello(
+            name=name, program="", versions={}, hostname="", device="", device_name="", device_uuid=""
+        )  # fmt: skip
+        return Member(rank, name, hello, "lost", "it is long gone")
+
+
 @dataclass(slots=True)
 class Roster:
-    """All seats of a session, gone ones included, so that a report can name them."""
+    """All seats of a session, so that a report can name them: those that are held, and the newest that are gone."""
 
-    members: dict[int, Member] = field(default_factory=dict)
+    members: dict[int, Member] = field(default_factory=_Seats)
     generation: int = 0
+    seats: int = 0  # that were ever taken
 
     def join(self, hello: Hello) -> Member:
         """Seat a newcomer under a name that no other member has."""
-        rank = len(self.members)
+        rank = self.seats
+        self.seats += 1
         member = Member(rank, self._free_name(hello.name or f"worker-{rank}"), hello)
         self.members[rank] = member
         self.generation += 1
         return member
+
+    def prune(self) -> list[int]:
+        """Forget the oldest seats of those that are gone, those that did no samples first; returns their ranks.
+
+        One who has the join code may join a million times.
+        """
+        gone = sorted((m for m in self.members.values() if not m.alive), key=lambda m: (m.samples > 0, m.rank))
+        forgotten = [member.rank for member in gone[:-MOST_GONE]]
+        for rank in forgotten:
+            del self.members[rank]
+        return forgotten
 
     def rejoin(self, rank: int, hello: Hello) -> Member:
         """Give a worker that was lost its seat again."""

@@ -75,7 +75,7 @@ def _errors_for_users(job: Job) -> Iterator[None]:
         raise KeyboardInterrupt from None
     except NobodyLeft as error:
         lost = "; ".join(
-            f"{job.cluster.name(rank)} was lost: {job.cluster.members()[rank].detail}" for rank in sorted(here)
+            f"{job.cluster.name(rank)} was lost: {job.cluster.roster.members[rank].detail}" for rank in sorted(here)
         )
         nothing = "no worker is here: run %guava_worker with the join code elsewhere"
         if lost:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from guava_nb.cluster.seat_sessions import Counted
 from guava_nb.cluster.traffic import KINDS, Traffic, kind_of
 from guava_nb.config import DistributedConfig
 from guava_nb.config.units import show_bytes
@@ -17,7 +18,6 @@ from guava_nb.data.codec import pack
 from guava_nb.data.split import RowSplitter
 from guava_nb.forecast.run_facts import RunFacts
 from guava_nb.link.adaptive_compression import CHANNELS, GAIN, MIN_BYTES
-from guava_nb.link.session_events import SessionHandle
 from guava_nb.protocol.compression import CODECS, compress
 from guava_nb.protocol.header import CHUNK_BYTES
 
@@ -44,7 +44,7 @@ class Squeezed:
 NOT_SQUEEZED = Squeezed({}, {})
 
 
-def squeezed_so_far(sessions: Iterable[SessionHandle], parameters_come_down: bool) -> Squeezed:
+def squeezed_so_far(sessions: Iterable[Counted], parameters_come_down: bool) -> Squeezed:
     """Return what compression has left of the bytes of these sessions so far."""
     found: tuple[dict[str, list[int]], dict[str, list[int]]] = ({}, {})
     for session in sessions:

@@ -118,7 +118,7 @@ def forecast_on(
     if cluster is None:
         return forecast_of(planned, config, (None, None), sync=sync)
     measured = measured_lines(cluster) if idle else []
-    squeezed = squeezed_so_far(cluster.all_sessions(), planned.composed.spec.optimizer_site == "orchestrator")
+    squeezed = squeezed_so_far(cluster.seats.counted(), planned.composed.spec.optimizer_site == "orchestrator")
     return forecast_of(planned, config, _rates(cluster), squeezed, measured, sync)
 
 

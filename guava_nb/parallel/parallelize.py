@@ -216,7 +216,7 @@ def parallelize(
     # 4. Replicas over "dp", last, because they sum or shard whatever parameters the steps above left here.
     data = make_data_axis(model, spec.zero_stage, mesh, names, sync_batchnorm, habit, spec.gather, learning.buffers)
     refuse_left_behind(model, before)
-    holding = hold(model, names, order, mesh)
+    holding = hold(model, names, order, mesh, mesh.dp if spec.zero_stage else 0)
     optimizer = learning.make_optimizer(holding.named)
     owned = spec.zero_stage == 1 and spec.dp > 1
     if owned:

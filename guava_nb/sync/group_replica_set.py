@@ -1,7 +1,8 @@
 """The parts of one model that is spread over a process group: the group, and how the whole state is sent and fetched.
 
 A group is good for one generation. A lost member ends it; a new one is formed of the workers that are there, and gets the
-state anew.
+state anew: from the members that are left, where one of the mesh's replicas is whole. A mesh with several goes on with
+fewer, and takes them back; with ZeRO it waits for a worker, because its replicas share out one state, and memory.
 """
 
 from __future__ import annotations
@@ -66,11 +67,13 @@ class GroupReplicaSet(ReplicaSet):
         """Start with no group."""
         assert spec.parallel is not None
         self._shape = shape = spec.parallel
-        elastic = shape.mode == "data" and not shape.zero_stage and shape.pp * shape.tp == 1
-        least = 1 if elastic else shape.dp * shape.pp * shape.tp
+        self._span = shape.pp * shape.tp  # workers of one replica
+        elastic = shape.mode == "data" and not shape.zero_stage and self._span == 1
+        least = 1 if elastic else shape.dp * self._span
         route = Route("relay", "guava", "no group was formed yet")
         super().__init__(run_id, spec, cells, master, route, elastic=elastic, least=least)
         self._example: Any = None
+        self._replicas = shape.dp  # that took part last
         self._retired = False
         self._formed_in = run_id  # the run in which the group that stands was formed
         self.team: tuple[int, ...] = ()
@@ -106,7 +109,7 @@ class GroupReplicaSet(ReplicaSet):
         return self._mesh_of(len(self.team))
 
     def _mesh_of(self, ranks: int) -> Mesh:
-        return Mesh(ranks // (self._shape.pp * self._shape.tp), self._shape.pp, self._shape.tp)
+        return Mesh(ranks // self._span, self._shape.pp, self._shape.tp)
 
     def pick(self, ranks: Iterable[int]) -> set[int]:
         """Choose the members of a group among those that are there.
@@ -121,7 +124,8 @@ class GroupReplicaSet(ReplicaSet):
                 f"{self._shape.mode} mode: {mesh} needs {self.least} workers, {len(here)} {'is' if len(here) == 1 else 'are'} "
                 "here: let more join, or ask for a smaller mesh with %guava_mode"
             )
-        return set(here if self.elastic else here[: self.least])
+        replicas = min(len(here) // self._span, self._shape.dp)
+        return set(here if self.elastic else here[: replicas * self._span])
 
     def complete(self, job: Job) -> bool:
         """Whether every member of the group is connected and stands at the last committed step."""
@@ -132,8 +136,12 @@ class GroupReplicaSet(ReplicaSet):
         return bool(self.team) and sorted(available) == sorted(self.team)
 
     def newcomers(self, holders: set[int], fit: set[int]) -> list[int]:
-        """Return who would make the group larger; a mesh of a fixed size takes nobody in."""
-        return sorted(fit - set(self.team)) if self.elastic and self.team else []
+        """Return who would make the group larger: a mesh takes in whole replicas, up to its size."""
+        others = sorted(fit - set(self.team)) if self.team else []
+        if self.elastic:
+            return others
+        replicas = min(len(others), self._shape.dp * self._span - len(self.team)) // self._span
+        return others[: replicas * self._span]
 
     def check(self, job: Job) -> None:
         """Unwind when the group cannot go on; where a member is gone, that is why others report a break, before and after this.
@@ -149,7 +157,7 @@ class GroupReplicaSet(ReplicaSet):
                 self._away.pop(rank, None)
             elif rank not in job.suspects:
                 self.retire()
-                raise GroupLost(f"{job.cluster.name(rank)} was lost: {job.cluster.members()[rank].detail}")
+                raise GroupLost(f"{job.cluster.name(rank)} was lost: {job.cluster.roster.members[rank].detail}")
             elif now - self._away.setdefault(rank, now) > AWAY_LIMIT_S:
                 self.retire()
                 raise GroupLost(f"{job.cluster.name(rank)} is away for more than {AWAY_LIMIT_S:g} s")
@@ -265,6 +273,22 @@ class GroupReplicaSet(ReplicaSet):
         with self._sending_state(job, members, self.generation, state, step):
             self._pump(job, lambda: all(rank in self._loaded for rank in members))
         self._compare_loaded(job, members)
+        self._tell_replicas(job)
+
+    def _tell_replicas(self, job: Job) -> None:
+        """A mesh that stood may go on with fewer replicas, unless they share out one state; say how many there are."""
+        if self.elastic or self._shape.zero_stage:
+            return
+        self.least, here, of = self._span, self.mesh.data, self._shape.dp
+        if here < of:
+            missing = of * self._span - len(self.team)
+            job.cluster.notice(
+                f"the run goes on with {here} of {of} replicas ({self.mesh}), with the same results, only slower. It takes "
+                f"workers in as soon as {missing} more than its {len(self.team)} are here"
+            )
+        elif self._replicas < of:
+            job.cluster.notice(f"all {of} replicas take part again ({self.mesh})")
+        self._replicas = here
 
     def _form(self, job: Job, members: Sequence[int]) -> None:
         """Form a group on the best way there is; where a direct one fails, on the relay."""
@@ -363,7 +387,10 @@ class GroupReplicaSet(ReplicaSet):
         return bool(known) and all(rank in job.ready | job.suspects and rank in self.at for rank in known)
 
     def _holders_with(self, rank: int) -> Sequence[int]:
-        return [rank] if self.elastic else self.team
+        if self._shape.zero_stage or rank not in self.team:
+            return [rank] if self.elastic else self.team
+        first = self.team.index(rank) // self._span * self._span
+        return self.team[first : first + self._span]
 
     def _on_no_state(self, parts: Sequence[Mapping[str, Any] | None]) -> None:
         if any(part is None for part in parts):
@@ -379,18 +406,16 @@ class GroupReplicaSet(ReplicaSet):
 
     def rescue(self, job: Job) -> bool:
         """Before a new group: take the state of the last committed step from the members that are left, if all of it is there."""
-        here = [rank for rank in self.team if rank in job.ready and self.at.get(rank) == self.step]
         if self.master_step == self.step:
             return True
-        if not here or (len(here) < len(self.team) and not self.elastic):
-            return False
-        team, self.team = self.team, tuple(here)
-        try:
-            return self._fetch_from(job, here[0], AWAY_LIMIT_S) is not None
-        except WorkerLost:
-            return False
-        finally:
-            self.team = team
+        for first in self.team[:: self._span]:
+            holders = self._holders_with(first)
+            if all(rank in job.ready and self.at.get(rank) == self.step for rank in holders):
+                try:
+                    return self._fetch_from(job, first, AWAY_LIMIT_S) is not None
+                except WorkerLost:
+                    return False
+        return False
 
 
 def _together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -34,7 +34,6 @@ class EnergyBook:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._newest: dict[int, Energy] = {}
-        self._answers: dict[tuple[int, int], Energy] = {}
         self.asked = 0
         self._listeners: list[RunEnergy] = []
 
@@ -45,6 +44,13 @@ class EnergyBook:
             for run in self._listeners:
                 run.heard(rank, message)
             self._changed.notify_all()
+
+    def forget(self, rank: int) -> None:
+        """Nobody asks for this member any more, unless it worked in the present run."""
+        with self._changed:
+            self._newest.pop(rank, None)
+            for run in self._listeners:
+                run.forget(rank)
 
     def newest(self, rank: int) -> Energy | None:
         """Return a member's last report."""
@@ -130,6 +136,11 @@ class RunEnergy:
         known.look(message)
         if 0 < message.mark <= self._book.asked:
             known.marks[message.mark] = message
+
+    def forget(self, rank: int) -> None:
+        """A member is long gone; the book's lock is held. What it did counts, if it worked here."""
+        if rank not in self._members:
+            self._heard.pop(rank, None)
 
     def takes_part(self, ranks: Iterable[int]) -> None:
         """Note who works in this run."""

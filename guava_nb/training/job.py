@@ -449,7 +449,7 @@ class TrainingJob(Job):
         self.window.adopt()
         died = self.cluster.roster.members[rank].state == "lost" and rank not in self.cluster.expelled
         if died and (blamed := poison.lost(rank)):
-            raise blamed.error([self.cluster.members()[victim] for victim in blamed.victims])
+            raise blamed.error([self.cluster.roster.members[victim] for victim in blamed.victims])
 
     def on_resumed(self, rank: int) -> None:
         """It has its shards, and takes those that no member could take meanwhile."""

@@ -58,8 +58,8 @@ class Membership:
 
     def newcomers(self) -> list[int]:
         """Return connected members that need the state first; not those that still build the run."""
-        newcomers = self.replica_set.newcomers(set(self.current()), self.fit)
-        return [r for r in newcomers if r not in self.building or self.replica_set.has_answered(r)]
+        fit = {rank for rank in self.fit if rank not in self.building or self.replica_set.has_answered(rank)}
+        return self.replica_set.newcomers(set(self.current()), fit)
 
     def give_state(self, snapshot: Snapshot) -> None:
         """Prepare all who are fit and bring them to the state of a snapshot.
@@ -116,7 +116,8 @@ class Membership:
             self._unfit.add(rank)
             self.cluster.notice(preparation_text(self.cluster.name(rank), answer))
         kept = {rank for rank in unprepared if self.replica_set.holds(rank)}
-        fit = [r for r in ranks if r in self.replica_set.prepared() and r not in self._unfit and r not in kept]
+        prepared = {r for r in ranks if r in self.replica_set.prepared() and r not in self._unfit and r not in kept}
+        fit = self.replica_set.newcomers(set(self.current()), prepared)  # of a mesh: whole replicas
         if fit:
             self._tell_emulated_bf16(fit)
             self.replica_set.load(self._job, fit, self.fetch(), self.replica_set.step)

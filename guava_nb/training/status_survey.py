@@ -8,10 +8,10 @@ from typing import Any
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.roster import Member
+from guava_nb.cluster.seat_sessions import Counted
 from guava_nb.cluster.traffic import KINDS, collectives_of, kind_of
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError
-from guava_nb.link.session_events import SessionHandle
 from guava_nb.protocol.messages import Channel, RunSpec
 from guava_nb.status import Status, WireBytes, WorkerStatus
 from guava_nb.telemetry.device_figures import device_now
@@ -93,9 +93,7 @@ def _device_now(cluster: Cluster, member: Member, at_work: bool) -> dict[str, An
     return {} if told is None else device_now(told, member.hello.device == "cpu", at_work)
 
 
-def wire_bytes(
-    sessions: Iterable[SessionHandle], parameters_come_down: bool, collectives: str = "gradient"
-) -> WireBytes:
+def wire_bytes(sessions: Iterable[Counted], parameters_come_down: bool, collectives: str = "gradient") -> WireBytes:
     """Add up the counters of sessions by kind of traffic; see `guava_nb.cluster.traffic.kind_of`."""
     kinds = dict.fromkeys(KINDS, 0)
     out_bytes = in_bytes = 0
@@ -113,10 +111,10 @@ def wire_meter(cluster: Cluster, spec: RunSpec) -> Callable[[], WireBytes]:
     """Return a function that counts the bytes since now, of workers that are gone too."""
     down = spec.optimizer_site == "orchestrator"
     kind = collectives_of(spec)
-    start = wire_bytes(cluster.all_sessions(), down, kind)
+    start = wire_bytes(cluster.seats.counted(), down, kind)
 
     def read() -> WireBytes:
-        now = wire_bytes(cluster.all_sessions(), down, kind)
+        now = wire_bytes(cluster.seats.counted(), down, kind)
         return WireBytes(**{name: getattr(now, name) - getattr(start, name) for name in WireBytes.__slots__})
 
     return read

@@ -128,19 +128,20 @@ def test_an_abort_wakes_who_is_blocked_in_gloo_and_the_next_run_goes_directly_ag
     assert [worker.pid for worker in session.ensure(3)] == [worker.pid for worker in workers]
 
 
-def test_a_killed_member_ends_the_step_of_the_others_and_they_form_a_new_group(session: Session) -> None:
-    workers = session.ensure(3)
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_killed_member_ends_the_step_of_the_others_and_they_form_a_new_group(session: Session, place: int) -> None:
+    victim = session.ensure(3)[place]
     prepare(session, "data", path="direct")
-    workers[2].trap("forward", call=2)
+    victim.trap("forward", call=3)
     run = session.train(loader(), detach=True)
-    workers[2].wait_trapped()
+    victim.wait_trapped()
     began = time.monotonic()
-    os.kill(workers[2].pid, signal.SIGKILL)
+    os.kill(victim.pid, signal.SIGKILL)
     eventually(lambda: run.generations > 1, 15, "the group is given up")
     assert time.monotonic() - began < 15
     session.assert_undisturbed(run, PlainTraining(session.folder, loader()).epochs(2))
     assert run.report()["path"]["backend"] == "gloo"
-    assert {worker["worker"]: worker["state"] for worker in run.report()["workers"]}[workers[2].name] == "lost"
+    assert {worker["worker"]: worker["state"] for worker in run.report()["workers"]}[victim.name] == "lost"
 
 
 @pytest.mark.skipif(not hasattr(psutil.Process, "num_fds"), reason="descriptors are not counted here")

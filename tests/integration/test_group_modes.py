@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from guava_nb.errors import ConfigError, NotFinite, PreparationError, RemoteErro
 from guava_nb.sync.group_replica_set import GroupReplicaSet
 from guava_nb.sync.handover import fetch_between_runs
 from guava_nb.sync.replica_set import GroupLost
+from guava_nb.training import membership
 from guava_nb.training.run import Run
 from tests.support.processes import CELL, ROOT, PlainTraining, Session, Worker, data, difference, eventually, loader
 
@@ -451,6 +453,39 @@ def test_a_lost_rank_ends_the_step_and_another_takes_its_place(
     session.workers.append(Worker(session, f"spare-{mode}", False))
     session.assert_undisturbed(run, Plain(session.folder, loader()).epochs(3))
     assert run.generations >= 2
+
+
+class WaitsForAll:
+    """A callback that holds the run after two steps of a smaller mesh, until `count` workers are here."""
+
+    def __init__(self, session: Session, count: int) -> None:
+        self.session, self.count = session, count
+        self.holds, self._steps = threading.Event(), 0
+
+    def on_step(self, run: Run, record: dict[str, Any]) -> None:
+        self._steps += run.generations > 1
+        if self._steps == 2:
+            self.holds.set()
+            eventually(lambda: len(self.session.ready()) == self.count, 60, "the place is taken again")
+
+
+@pytest.mark.parametrize("settings", [{"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}], ids=["tensor", "pipeline"])
+def test_a_mesh_goes_on_with_one_replica_fewer_and_takes_it_back(
+    session: Session, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """The first rank is killed, which handed over the state until then: the other replica has all of it."""
+    monkeypatch.setattr(membership, "BUILD_S", 60.0)
+    victim, waits = session.ensure(4)[0], WaitsForAll(session, 4)
+    victim.trap("forward", 9 if "tp" in settings else 16)
+    run = train(session, "hybrid", loader(), epochs=4, detach=True, settings=settings, callbacks=[waits])
+    victim.wait_trapped()
+    os.kill(victim.pid, signal.SIGKILL)
+    assert waits.holds.wait(60), "the run goes on with three workers"
+    session.workers.append(Worker(session, f"back-{session._number}-{len(settings)}", False))
+    session.assert_undisturbed(run, Plain(session.folder, loader()).epochs(4))
+    notes = "\n".join(session.orch.status().notes)
+    assert "the run goes on with 1 of 2 replicas" in notes and "all 2 replicas take part again" in notes
+    assert run.generations == 3 and run.losses == [], "no step but the one in work was done again"
 
 
 @pytest.mark.parametrize(("mode", "settings"), [("zero", {"zero_stage": 3}), ("pipeline", {}), ("tensor", {})])

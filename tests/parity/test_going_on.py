@@ -105,7 +105,7 @@ def plain(session: Orchestrator, runs: int, with_schedule: bool = False) -> nn.M
 
 def state_bytes(session: Orchestrator) -> tuple[int, int]:
     """Bytes of states so far, to the workers and from them."""
-    wires = [one.wire for one in session._cluster.all_sessions()]  # type: ignore[union-attr]
+    wires = [one.wire for one in session._cluster.seats.counted()]  # type: ignore[union-attr]
     kept = Channel.CHECKPOINT
     return sum(wire.out_bytes[kept] for wire in wires), sum(wire.in_bytes[kept] for wire in wires)
 
@@ -262,7 +262,7 @@ def test_a_holder_lost_in_the_next_run(lone: Orchestrator, is_copied: bool) -> N
         if hook.fired and not fired:  # type: ignore[attr-defined]
             spare.start()
 
-    lone._cluster._sessions[0]._worker._hook = replaced  # type: ignore[union-attr]
+    lone._cluster.seats.of(0)._worker._hook = replaced  # type: ignore[union-attr]
     run = train(lone)
     spare.join(10)
     lost = "the state after step 4 of run-1 is lost: only workers that are gone had it"

@@ -367,28 +367,27 @@ class PipelinePart(ModelPart):
 
     # --------------------------------------------------------------------------------------------------------- state
 
-    def _speaks_for(self, name: str) -> bool:
-        return name in self._own and self._layouts[name].counted(self._place.dp, self._place.tp)
+    def _speaks_for(self, name: str, replica: int = 0) -> bool:
+        """Whether this rank hands over a tensor: each replica holds the whole state and speaks for itself."""
+        return name in self._own and self._layouts[name].counted(replica, self._place.tp)
 
     def model_pieces(self) -> list[StatePiece]:
         """Return this rank's share of the full state dict; a second name of a tied parameter comes with the first."""
         places = {key: place for place, key in enumerate(self._split.keys)}
+        replica = self._place.dp if self._hooks.one_replica_owns else 0
         found: list[StatePiece] = []
         for key in self._split.keys:
             name = self._split.canonical.get(key, key)
             tensor = self.named.get(name, self.buffers.get(name))
-            if tensor is not None and self._speaks_for(name):
+            if tensor is not None and self._speaks_for(name, replica):
                 found += pieces_of(key, tensor, self._layouts[name], places[key])
         return found
 
     def optimizer_pieces(self) -> dict[str, Any]:
         """Return this rank's share of the optimizer's state, see `parallel.state.assemble_optimizer`."""
-        replica = 0 if self._hooks.one_replica_owns else self._place.dp
-
-        def counts(name: str) -> bool:
-            return name in self._own and self._layouts[name].counted(replica, self._place.tp)
-
-        return optimizer_pieces(self.optimizer, self._names, self._members, self._layouts, self._order, counts)
+        return optimizer_pieces(
+            self.optimizer, self._names, self._members, self._layouts, self._order, self._speaks_for
+        )
 
     def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None = None) -> None:
         """Take this rank's part of a full state; without `optimizer` its state is left as it is.

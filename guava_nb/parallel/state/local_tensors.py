@@ -46,6 +46,7 @@ class LocalTensors:
         layouts: which part of the full tensor each is.
         order: orders of the full model.
         axes: this rank's place.
+        replica: 0 where each replica holds the whole state and speaks for itself, else the number of this rank's.
     """
 
     named: dict[str, nn.Parameter]
@@ -53,10 +54,7 @@ class LocalTensors:
     layouts: dict[str, Layout]
     order: FullOrder
     axes: MeshAxes
-
-    def counts(self, name: str) -> bool:
-        """Whether this rank speaks for its part of a tensor."""
-        return self.layouts[name].counted(self.axes.dp, self.axes.tp)
+    replica: int
 
     def pieces(self) -> list[StatePiece]:
         """Return this rank's share of the full model's state."""
@@ -64,7 +62,7 @@ class LocalTensors:
         return [
             piece
             for index, key in held
-            if self.counts(key)
+            if self.layouts[key].counted(self.replica, self.axes.tp)
             for piece in pieces_of(key, self.tensors[key], self.layouts[key], index)
         ]
 
@@ -91,7 +89,7 @@ class LocalTensors:
             members: full names of each of its groups.
             owned: ZeRO 1: one replica alone has a parameter's state, whichever it is.
         """
-        replica = 0 if owned else self.axes.dp
+        replica = 0 if owned else self.replica
 
         def counts(name: str) -> bool:
             return self.layouts[name].counted(replica, self.axes.tp)
@@ -115,7 +113,9 @@ class LocalTensors:
         return {id(parameter): name for name, parameter in self.named.items()}
 
 
-def hold(module: nn.Module, full_names: Mapping[str, str], order: FullOrder, axes: MeshAxes) -> LocalTensors:
+def hold(
+    module: nn.Module, full_names: Mapping[str, str], order: FullOrder, axes: MeshAxes, replica: int
+) -> LocalTensors:
     """Observer at a module after all spreading, and before its first forward.
 
     Args:
@@ -123,6 +123,7 @@ def hold(module: nn.Module, full_names: Mapping[str, str], order: FullOrder, axe
         full_names: local to full name of every parameter and buffer, tied ones included.
         order: orders of the full model.
         axes: this rank's place.
+        replica: as of `LocalTensors`.
     """
     tensors = {full_names[name]: tensor for name, tensor in _tensors(module).items()}
     layouts = {full_names[name]: layout for name, layout in layouts_in(module, axes).items()}
@@ -135,7 +136,7 @@ def hold(module: nn.Module, full_names: Mapping[str, str], order: FullOrder, axe
         if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
             seen.add(id(tensor))
             named[name] = tensor
-    return LocalTensors(named, tensors, layouts, order, axes)
+    return LocalTensors(named, tensors, layouts, order, axes, replica)
 
 
 def layouts_in(module: nn.Module, axes: MeshAxes) -> dict[str, Layout]:

@@ -73,7 +73,7 @@ class Line:
     state = "open"
     round_trip_s = None
     rate_bytes_s = (None, None)
-    wire = Wire(dict.fromkeys(Channel, 0), dict.fromkeys(Channel, 0))
+    wire = saved = Wire(dict.fromkeys(Channel, 0), dict.fromkeys(Channel, 0))
 
     @property
     def identity(self) -> bytes:

@@ -404,7 +404,7 @@ class World:
         self.cluster.on_event(MessageArrived(worker.line, channel, message, payload, lambda: None))  # type: ignore[arg-type]
         self.cluster.dispatch()
         if isinstance(message, Hello):
-            worker.rank = self.cluster._ranks[worker.line.session_id]
+            worker.rank = self.cluster.seats.rank_of(worker.line.session_id)
             self._ranks[worker.rank] = worker
             return False
         came, self.active.came = self.active.came, None

@@ -322,12 +322,12 @@ class Machine(World):
         name = type(message).__name__
         if not player.line.closed:
             raise Violation(ENDS_SESSION, f"{player.name} sent a {name}, and its session goes on")
-        if player.rank is not None and name not in self.cluster.members()[player.rank].detail:
+        if player.rank is not None and name not in self.cluster.roster.members[player.rank].detail:
             raise Violation(ENDS_SESSION, f"what is told of {player.name} does not name {name}")
 
     def _seated(self, player: _Player) -> None:
         """A hello that it made up came before its own."""
-        player.rank = self.cluster._ranks[player.line.session_id]
+        player.rank = self.cluster.seats.rank_of(player.line.session_id)
         self._ranks[player.rank] = player
 
     def _idle(self) -> None:

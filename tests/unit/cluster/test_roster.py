@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from guava_nb.cluster.roster import Roster, shortened, version_notes
+from guava_nb.cluster.roster import MOST_GONE, Roster, shortened, version_notes
 from guava_nb.protocol.messages import Hello
 
 
@@ -75,3 +75,23 @@ def test_what_a_worker_says_of_itself_is_kept_up_to_a_bound() -> None:
     short = shortened(told)
     assert short.name == "w" * 100 and len(msgspec.msgpack.encode(short)) < 20_000
     assert shortened(short) == short
+
+
+def test_seats_that_are_long_gone_are_forgotten_those_that_worked_last() -> None:
+    roster = Roster()
+    stays, worked = roster.join(hello()).rank, roster.join(hello()).rank
+    roster.members[worked].samples = 8
+    roster.lose(worked, "gone")
+    for _ in range(MOST_GONE + 5):
+        roster.leave(roster.join(hello()).rank, "a visit")
+    assert roster.prune() == list(range(2, 8)), "the oldest that did nothing"
+    assert roster.prune() == [] and len(roster.members) == MOST_GONE + 1
+    assert roster.members[worked].samples == 8 and roster.ready() == [stays]
+    assert roster.join(hello()).rank == MOST_GONE + 7, "a rank is given once"
+
+
+def test_what_comes_late_from_a_forgotten_seat_finds_a_member_that_is_gone() -> None:
+    roster = Roster()
+    late = roster.members[12]
+    assert (late.state, late.alive, late.rank) == ("lost", False, 12)
+    assert not roster.lose(12, "again") and list(roster) == []
