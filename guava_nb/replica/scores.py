@@ -118,9 +118,10 @@ class TokenScores(TorchFunctionMode):
 
     def of_model(self, model: nn.Module) -> Tensor | None:
         """Return the scores likewise if it was one over the tokens of which the model has an embedding; else None."""
-        return self._of_classes({one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)})
+        # A part of an embedding, as tensor mode makes it, knows the number of all tokens by the same name.
+        return self._of_classes({getattr(one, "num_embeddings", None) for one in model.modules()})
 
-    def _of_classes(self, classes: set[int]) -> Tensor | None:
+    def _of_classes(self, classes: set[int | None]) -> Tensor | None:
         found = [scores for shape, scores in self._seen if shape[1] in classes]
         return found[0] if len(found) == len(self._seen) == 1 else None
 

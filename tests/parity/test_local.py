@@ -21,7 +21,14 @@ NESTEROV = RoundSpec("nesterov", 0.7, 0.9)
 SPARSE, PARTIAL = RoundSpec("sparse", 1.0, 0.0), RoundSpec("partial", 1.0, 0.0)
 SGD = Factory("SGD", {"lr": 0.1})
 #: Formats and methods of which complex parameters travel exactly, so that they are averaged.
-EXACT = [{"wire": "int8"}, {"wire": "int4"}, {"wire": "bf16"}, {"wire": "fp16"}, {"rounds": SPARSE}, {"rounds": PARTIAL}]
+EXACT = [
+    {"wire": "int8"},
+    {"wire": "int4"},
+    {"wire": "bf16"},
+    {"wire": "fp16"},
+    {"rounds": SPARSE},
+    {"rounds": PARTIAL},
+]
 STEP_LR = Factory("StepLR", {"step_size": 3, "gamma": 0.5})
 
 
@@ -41,7 +48,9 @@ class Turn(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         turn, shift = (
-            (torch.view_as_complex(self.turn), torch.view_as_complex(self.shift)) if self.pairs else (self.turn, self.shift)
+            (torch.view_as_complex(self.turn), torch.view_as_complex(self.shift))
+            if self.pairs
+            else (self.turn, self.shift)
         )
         wide = torch.promote_types(x.dtype, torch.complex64)
         if self.training:

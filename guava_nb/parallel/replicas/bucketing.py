@@ -24,8 +24,9 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a gradient of `dtype` travels and is summed: shorter ones as float32 or complex64, all others as
-    they are.
+    """Return the dtype in which a gradient of `dtype` travels and is summed.
+
+    Shorter ones than float32 and complex64 as these, all others as they are.
     """
     if dtype == torch.complex32:
         return torch.complex64

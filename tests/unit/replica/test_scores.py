@@ -121,16 +121,16 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def weighted_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    log_likely = model(batch)["logits"].log_softmax(-1)[:, :-1].mT
+    log_likely = model.table(batch).log_softmax(-1)[:, :-1].mT
     return functional.nll_loss(log_likely, batch[:, 1:], weight=torch.arange(11.0), ignore_index=3)
 
 
 def of_last_token(model: nn.Module, batch: Any) -> torch.Tensor:
-    return functional.cross_entropy(model(batch)["logits"][:, -1], batch[:, 0])
+    return functional.cross_entropy(model.table(batch)[:, -1], batch[:, 0])
 
 
 def of_five_tags(model: nn.Module, batch: Any) -> torch.Tensor:
-    return functional.cross_entropy(model(batch)["logits"][..., :5].flatten(0, 1), (batch % 5).flatten())
+    return functional.cross_entropy(model.table(batch)[..., :5].flatten(0, 1), (batch % 5).flatten())
 
 
 def shifted(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,9 @@ def in_torchs_order(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(outputs["logits"], targets[:, :11])
 
 
-_SHARED = {one.__name__: one for one in (own_loss, weighted_loss, of_last_token, of_five_tags, shifted, in_torchs_order)}
+_SHARED = {
+    one.__name__: one for one in (own_loss, weighted_loss, of_last_token, of_five_tags, shifted, in_torchs_order)
+}
 
 
 @pytest.mark.parametrize(
