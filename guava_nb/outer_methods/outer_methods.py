@@ -15,7 +15,7 @@ from torch import Tensor
 from guava_nb.wire_formats.dense import Unchanged
 from guava_nb.wire_formats.error_feedback import ErrorFeedback
 from guava_nb.wire_formats.top_k import TopK
-from guava_nb.wire_formats.wire_format import WireFormat, accumulation_dtype
+from guava_nb.wire_formats.wire_format import WireFormat
 
 __all__ = ["OUTER_METHODS", "OuterMethod", "mixed", "pseudo_gradient", "sparse_format", "weighted_mean"]
 
@@ -25,9 +25,9 @@ _CHUNK = 4096
 def pseudo_gradient(before: Tensor, after: Tensor) -> Tensor:
     """Return which way a member's inner steps went, as a gradient: what it began with less what it has, `[numel]`.
 
-    Of half types the difference is taken in float32.
+    Of half types the difference is taken in float32; complex numbers stay complex.
     """
-    dtype = accumulation_dtype(before.dtype)
+    dtype = torch.promote_types(before.dtype, torch.float32)
     return before.detach().to(dtype) - after.detach().to(dtype)
 
 

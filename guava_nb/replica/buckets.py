@@ -327,12 +327,17 @@ def build_layout(model: nn.Module, bucket_bytes: int, wire: WireFormat = WIRE_FO
     `wire` is the format of their gradients.
 
     Raises:
-        ConfigError: a parameter has no shape yet (a lazy layer).
+        ConfigError: a parameter has no shape yet (a lazy layer), or is to be trained in a type that torch does not add.
     """
     named = list(model.named_parameters())
     for name, parameter in named:
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(f"parameter {name!r} has no shape yet; run the lazy layer once inside the model factory")
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.itemsize < 2:
+            raise ConfigError(
+                f"parameter {name!r} is {dtype_name(parameter.dtype)}, and torch has no norm and no optimizer for its gradient: "
+                "keep it in bfloat16 or float32 and round it in forward, or freeze it (requires_grad_(False))"
+            )
     buckets = tuple(
         Bucket(index, tuple(name for name, _ in bucket), _shapes(bucket), wire_dtype(bucket[0][1].dtype), wire=wire)
         for index, bucket in enumerate(plan_buckets(named, bucket_bytes))

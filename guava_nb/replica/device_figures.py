@@ -148,6 +148,9 @@ def norms(tensors: Iterable[Tensor]) -> Tensor | None:
     One pass without temporaries, and on CUDA without waiting.
     """
     given = [torch.view_as_real(one) if one.is_complex() else one for one in tensors]
+    given = [
+        one.float() if one.is_floating_point() and one.itemsize < 2 else one for one in given
+    ]  # torch has none of float8
     if not given:
         return None
     places = [i for i, one in enumerate(given) if one.is_floating_point() and one.numel()]

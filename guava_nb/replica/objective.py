@@ -11,10 +11,11 @@ batch.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn import functional
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.model.build import place_module
-from guava_nb.replica.scores import Scoring
+from guava_nb.replica.scores import Scoring, TokenScores
 from guava_nb.spec.factories import Resolve, build, check_arguments, find
 
 __all__ = [
@@ -118,12 +119,15 @@ def build_criterion(spec: RunSpec, resolve: Resolve, device: torch.device) -> Cr
 
 def scoring(criterion: Criterion, *, in_training: bool = True) -> Criterion:
     """Return a criterion that also scores outputs against targets; without `in_training` only where no gradients are recorded."""
-    own = getattr(criterion, "scoring", None) or Scoring()
+    own = getattr(criterion, "scoring", None)
 
     def measure(outputs: Any, targets: Any, rows: int) -> Loss:
-        loss = criterion(outputs, targets, rows)
-        wanted = in_training or not torch.is_grad_enabled()
-        return Loss(loss.value, loss.weight, loss.count, own.scores(outputs, targets) if wanted else None)
+        if not (in_training or not torch.is_grad_enabled()):
+            return criterion(outputs, targets, rows)
+        with contextlib.nullcontext() if own else TokenScores(rows) as tokens:
+            loss = criterion(outputs, targets, rows)
+        scores = tokens.of_outputs(outputs) if tokens else None
+        return replace(loss, scores=(own or Scoring()).scores(outputs, targets) if scores is None else scores)
 
     return measure
 
@@ -141,7 +145,11 @@ class _StepObjective:
             raise ConfigError(
                 "metrics need outputs and targets, and a step gives only a loss: train with a criterion (--loss, criterion=)"
             )
-        return _read_outcome("step", self._step(model, batch), rows)
+        if not want_scores:
+            return _read_outcome("step", self._step(model, batch), rows)
+        with TokenScores(rows) as tokens:
+            loss = _read_outcome("step", self._step(model, batch), rows)
+        return replace(loss, scores=tokens.of_model(model))
 
 
 class _CriterionObjective:

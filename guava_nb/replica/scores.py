@@ -1,7 +1,9 @@
 """What outputs are worth beside their loss: right predictions, and how likely a language model held the true tokens.
 
 Pure; knows shapes only. Torch has the classes on axis 1 of outputs, [N, C, d1, ...] for targets [N, d1, ...]; every
-language model has them last, [N, T, C] for [N, T]. Where the shapes allow one reading only, that one is meant.
+language model has them last, [N, T, C] for [N, T]. Where the shapes allow one reading only, that one is meant. A loss of the
+user's own is read by the cross entropy that it takes: which logits and targets these are is known there alone (shifted, cut,
+padded).
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from guava_nb.errors import ConfigError
+from guava_nb.nested import leaves
 
-__all__ = ["Scoring"]
+__all__ = ["Scoring", "TokenScores"]
 
 
 @dataclass
@@ -72,17 +76,66 @@ class Scoring:
             return None
         counts = (targets != self.ignore_index) & (targets >= 0)
         right, scored = ((outputs.argmax(dim=axis) == targets) & counts).sum(), counts.sum()
-        scores = torch.stack([right, scored, torch.zeros_like(scored)])
-        scores = scores.to(torch.float32 if scores.device.type == "mps" else torch.float64)
-        scores[2] = self._nll(outputs, targets) if is_last and outputs.ndim > 2 else float("nan")
-        return scores
+        is_language = self.takes_logits and is_last and outputs.ndim > 2
+        return _scores(
+            right, scored, _nll(outputs.flatten(0, -2), targets.flatten(), self.ignore_index) if is_language else None
+        )
 
-    def _nll(self, outputs: Tensor, targets: Tensor) -> Tensor | float:
-        if not self.takes_logits:
-            return float("nan")
-        flat = outputs.flatten(0, -2)
-        flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
-        return functional.cross_entropy(flat, targets.flatten(), ignore_index=self.ignore_index, reduction="sum")
+
+class TokenScores(TorchFunctionMode):
+    """Watches a loss, entered as a context, for the cross entropy of a language model's tokens.
+
+    Args:
+        rows: samples of the batch; more targets than these are tokens.
+    """
+
+    def __init__(self, rows: int) -> None:
+        """Begin with none."""
+        super().__init__()
+        self._rows, self._seen = rows, list[tuple[torch.Size, Tensor]]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and score what a cross entropy was given."""
+        if func in (functional.cross_entropy, functional.nll_loss):
+            with torch.no_grad():
+                self._note(**dict(zip(("input", "target"), args, strict=False)), **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, input: Tensor, target: Tensor, ignore_index: int = -100, **_: Any) -> None:
+        if input.ndim not in (2, 3) or target.is_floating_point() or target.numel() <= self._rows:
+            return
+        counts = target != ignore_index
+        right = ((input.argmax(1) == target) & counts).sum()
+        self._seen.append((input.shape, _scores(right, counts.sum(), _nll(input, target, ignore_index))))
+
+    def of_outputs(self, outputs: Any) -> Tensor | None:
+        """Return the scores, `Scoring.scores`, if the loss was one cross entropy of outputs [N, T, C]; else None."""
+        floats = [one for one in leaves(outputs) if isinstance(one, Tensor) and one.ndim == 3]
+        shapes = [one.shape for one in floats if one.is_floating_point() and len(one) == self._rows]
+        if len(self._seen) != 1 or self._seen[0][0] in shapes:  # that one has its classes on axis 1
+            return None
+        return self._of_classes({shape[-1] for shape in shapes})
+
+    def of_model(self, model: nn.Module) -> Tensor | None:
+        """Return the scores likewise if it was one over the tokens of which the model has an embedding; else None."""
+        # A part of an embedding, as tensor mode makes it, knows the number of all tokens by the same name.
+        return self._of_classes({getattr(one, "num_embeddings", None) for one in model.modules()})
+
+    def _of_classes(self, classes: set[int | None]) -> Tensor | None:
+        found = [scores for shape, scores in self._seen if shape[1] in classes]
+        return found[0] if len(found) == len(self._seen) == 1 else None
+
+
+def _scores(right: Tensor, scored: Tensor, nll: Tensor | None) -> Tensor:
+    scores = torch.stack([right, scored, torch.zeros_like(scored)])
+    scores = scores.to(torch.float32 if scores.device.type == "mps" else torch.float64)
+    scores[2] = float("nan") if nll is None else nll
+    return scores
+
+
+def _nll(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    return functional.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="sum")
 
 
 def _fits(outputs: Tensor, targets: Tensor) -> tuple[bool, bool]:

@@ -19,10 +19,11 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.owed_answers import OwedAnswer
@@ -45,7 +46,7 @@ from guava_nb.training.step_check.first_step import can_be_compared, difference,
 
 __all__ = [
     "FirstStepCheck", "digest_of", "first_rows", "found_before", "has_whole_twin", "is_looked_at_whole", "is_round",
-    "later_checks", "weights_of_pieces",
+    "later_checks", "weights_of_pieces", "weights_to_send",
 ]  # fmt: skip
 
 #: Samples that are sent first; a batch of at most twice as many is sent whole.
@@ -103,10 +104,8 @@ def later_checks(steps: int | None) -> int:
 
 
 _AGAIN = ". It is made again before steps 4, 8, 16, ... and where a batch has what none before it had"
-_AS_BUILT = (
-    ", always with the weights as the model is built, since no worker has all of the present ones: what couples samples only in "
-    "a trained model (an early exit, a threshold of confidence) is found in data mode and with zero_stage=1 (--zero 1), not here"
-)
+#: Weights that are sent for a check, at most.
+_MOST_WEIGHTS_BYTES = 64 << 20
 
 
 def _is_in_parts(spec: RunSpec) -> bool:
@@ -116,9 +115,24 @@ def _is_in_parts(spec: RunSpec) -> bool:
 
 
 def has_whole_twin(replicas: ReplicaSet) -> bool:
-    """Whether the model lies in parts, and the whole one that a worker builds has the weights with which the run begins."""
-    begins_as_built = replicas.from_seed and replicas.step == -1
-    return begins_as_built and _is_in_parts(replicas.spec) and not replicas.spec.sync_batchnorm
+    """Whether the model lies in parts, and a worker is to compute the first step with the whole one, too."""
+    is_known = (replicas.from_seed and replicas.step == -1) or _has_small_model(replicas)
+    return is_known and _is_in_parts(replicas.spec) and not replicas.spec.sync_batchnorm
+
+
+def _has_small_model(replicas: ReplicaSet) -> bool:
+    return sum(value.nbytes for value in replicas.master.model.state_dict().values()) <= _MOST_WEIGHTS_BYTES
+
+
+def weights_to_send(replicas: ReplicaSet) -> dict[str, Any] | None:
+    """Return the weights that the orchestrator has, for a worker that has a part and would take those that it builds.
+
+    None: a worker has all, it builds the same, or they are too large to be sent.
+    """
+    is_built = replicas.from_seed and replicas.master_step == -1
+    if is_built or replicas.master_step < -1 or not _is_in_parts(replicas.spec) or not _has_small_model(replicas):
+        return None
+    return replicas.master.state(optimizer=False)
 
 
 class FirstStepCheck:
@@ -146,6 +160,7 @@ class FirstStepCheck:
         self._idle, self._has_told_idle, self._has_told_change = "", False, False
         self._team: tuple[Sequence[int], int] | None = None  # with the generation of its group
         self._has_twin = False
+        self._weights: dict[str, Any] | None = None  # that are sent along
 
     def before(self, group: Sequence[LoadedBatch]) -> bool:
         """Check a step that is about to be issued, if nothing like it was checked before.
@@ -266,9 +281,11 @@ class FirstStepCheck:
     def _first(self, question: Question, rank: int) -> bool:
         replicas, data = self._members.replica_set, self._plan.feed.data_set
         self._has_twin = has_whole_twin(replicas)
+        self._weights = None
         digest = digest_of(replicas, question.content, question.weights)
         verdict = known = found_before(replicas, digest, data)
         if verdict is None:
+            self._take_present_weights()
             verdict = self._judge(question, rank)
             replicas.checks[digest] = (_reference(data), verdict)
         self._note(verdict)
@@ -285,6 +302,7 @@ class FirstStepCheck:
         if self._has_begun or not has_whole_twin(replicas):
             return False
         self._has_begun = self._has_twin = True
+        self._take_present_weights()
         content = batch.batch.read() if isinstance(batch.batch, Unread) else batch.batch
         question, started = Question(batch, content, weights, self._splitter, self._step), time.monotonic()
         answer, problem, rows = self._ask(question, rank, batch.rows)
@@ -318,8 +336,15 @@ class FirstStepCheck:
         if unlike or self._run.mode == "tensor":  # elsewhere the check has told that it was made
             self._members.cluster.notice(text)
 
+    def _take_present_weights(self) -> None:
+        replicas = self._members.replica_set
+        if _is_in_parts(replicas.spec) and replicas.master_step != replicas.step and _has_small_model(replicas):
+            self._members.fetch()
+        self._weights = weights_to_send(replicas)
+
     def _again(self, question: Question, rank: int) -> None:
         """Check another step. What is known already is not told again."""
+        self._weights = weights_to_send(self._members.replica_set)
         verdict = self._judge(question, rank)
         record, told = verdict.record, set(self._told)
         first = self._run.check or {}
@@ -349,8 +374,20 @@ class FirstStepCheck:
         self._run.check = {**verdict.record, "seconds": 0.0 if known else verdict.record["seconds"], "known": known}
         if not (known and verdict.is_clean):
             total = self._run.total_steps
-            again = _AGAIN + (_AS_BUILT if _is_in_parts(self._members.replica_set.spec) else "")
+            again = _AGAIN + self._with_which_weights()
             self._say(verdict, again if verdict.is_clean and (total is None or total >= _FIRST_AGAIN) else "")
+
+    def _with_which_weights(self) -> str:
+        replicas = self._members.replica_set
+        if not _is_in_parts(replicas.spec):
+            return ""
+        with_what = "as the model is built"
+        if _has_small_model(replicas):
+            with_what = "of the last snapshot (or as the model is built, before there is one)"
+        return (
+            f", with the weights {with_what}, since no worker has all of the present ones: what couples samples only in "
+            "a trained model (an early exit, a threshold of confidence) is found there in data mode and with zero_stage=1 (--zero 1)"
+        )
 
     def _say(self, verdict: Verdict, again: str = "") -> None:
         if verdict.is_refused or (not verdict.is_clean and self._plan.check == "strict"):
@@ -407,8 +444,9 @@ class FirstStepCheck:
         replicas, cluster = self._members.replica_set, self._members.cluster
         self._request = replicas.next_request()
         self._answers.clear()
-        message, buffers = question.message(replicas.run_id, self._request, rows, fine)
-        nbytes = sum(buffer.nbytes for buffer in buffers)
+        message, buffers = question.message(replicas.run_id, self._request, rows, fine, self._weights)
+        sent_bytes = sum(buffer.nbytes for buffer in buffers)
+        nbytes = sent_bytes - _bytes_of(self._weights)
         if nbytes > (_FEW_BYTES if 2 < rows < question.batch.rows else _MOST_BYTES):
             if rows <= 2 or rows == question.batch.rows > first_rows(rows):
                 return (
@@ -417,8 +455,8 @@ class FirstStepCheck:
                     rows,
                 )
             return self._ask(question, rank, 2)
-        if not self._gate.affords(nbytes):
-            return None, f"its {show_bytes(nbytes)} have no room in the budget", rows
+        if not self._gate.affords(sent_bytes):
+            return None, f"its {show_bytes(sent_bytes)} have no room in the budget", rows
         with self._gate.aside():
             cluster.send(rank, message, buffers)
             owed = OwedAnswer(rank, f"check of {rows}", self._request, "it compares a batch with its pieces")
@@ -427,6 +465,10 @@ class FirstStepCheck:
         came = self._answers.get(rank)
         answer = None if came is None else came.finding
         return answer, "" if answer is not None else f"{self._name(rank)} was lost, or broke off, meanwhile", rows
+
+
+def _bytes_of(weights: Mapping[str, Any] | None) -> int:
+    return sum(one.nbytes for part in (weights or {}).values() for one in leaves(part) if isinstance(one, Tensor))
 
 
 def _is_doubtful(answer: Finding) -> bool:

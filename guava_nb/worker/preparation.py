@@ -291,11 +291,12 @@ class Preparation:
         rows = message.rows
         try:
             batches = unpack(message.batch, payload, class_resolver(run.module))
+            weights = batches.pop() if message.has_weights else None
             if message.source:  # pieces of what was loaded once: a data set may draw random numbers
                 whole = self.datasets.batches(message, batches[0], run.spec.seed)
                 edges = accumulate(rows[1:], initial=0)
                 batches = [whole, *RowSplitter().split(whole, list(pairwise(edges)), rows[0])]
-            found = compare(run.replica, run.spec, run.resolve, batches, rows)
+            found = compare(run.replica, run.spec, run.resolve, batches, rows, weights)
         except USER_ERRORS as error:  # the batch itself cannot be made here
             found = Finding("whole failed", problem=error_text(error))
         kept = replace(

@@ -6,19 +6,68 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from guava_nb.cluster.cluster import Cluster
+from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory, RoundSpec
 from tests.parity.test_star import train
 from tests.support.direct import make_cluster
-from tests.support.training import by_hand, difference, loader, losses_of, plain, spec
+from tests.support.training import by_hand, difference, loader, losses_of, plain, replica, spec
 
 AVERAGE = RoundSpec("average", 1.0, 0.0)
 NESTEROV = RoundSpec("nesterov", 0.7, 0.9)
 SPARSE, PARTIAL = RoundSpec("sparse", 1.0, 0.0), RoundSpec("partial", 1.0, 0.0)
 SGD = Factory("SGD", {"lr": 0.1})
+#: Formats and methods of which complex parameters travel exactly, so that they are averaged.
+EXACT = [
+    {"wire": "int8"},
+    {"wire": "int4"},
+    {"wire": "bf16"},
+    {"wire": "fp16"},
+    {"rounds": SPARSE},
+    {"rounds": PARTIAL},
+]
 STEP_LR = Factory("StepLR", {"step_size": 3, "gamma": 0.5})
+
+
+class Turn(torch.nn.Module):
+    """Complex parameters, or the same numbers as pairs of real ones; buffers of short types, two of which move."""
+
+    def __init__(self, pairs: bool, dtype: str = "complex64") -> None:
+        super().__init__()
+        turn = torch.randn(10, 4, 2)
+        self.pairs = pairs
+        self.turn = torch.nn.Parameter(turn if pairs else torch.view_as_complex(turn).to(getattr(torch, dtype)))
+        self.shift = torch.nn.Parameter(torch.zeros(2) if pairs else torch.zeros((), dtype=torch.complex64))
+        self.none = torch.nn.Parameter(torch.zeros(0, 2) if pairs else torch.zeros(0, dtype=torch.complex64))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("count", torch.zeros(2, dtype=torch.uint8))
+        self.register_buffer("scale", torch.ones(2).to(torch.float8_e5m2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turn, shift = (
+            (torch.view_as_complex(self.turn), torch.view_as_complex(self.shift))
+            if self.pairs
+            else (self.turn, self.shift)
+        )
+        wide = torch.promote_types(x.dtype, torch.complex64)
+        if self.training:
+            self.count += 1
+            self.scale.copy_(torch.full((2,), 0.5))
+        return (x.to(wide) @ turn.to(wide) + shift).abs()
+
+
+class Narrow(torch.nn.Module):
+    """A parameter of one byte an element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(10, 4).to(torch.float8_e4m3fn))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.to(x.dtype)
 
 
 @pytest.fixture
@@ -77,6 +126,45 @@ def test_local_steps_equal_loops_by_hand(
     model, losses = by_hand(run_spec, loader(rows, batch), workers, every, shares=shares)
     assert losses_of(run) == pytest.approx(losses, abs=1e-12)
     assert difference(run.model(), model) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("workers", "changes"),
+    [
+        *((workers, {}) for workers in (1, 2, 3)),
+        *((2, one) for one in EXACT),
+        (2, {"rounds": NESTEROV}),
+        (3, {"rounds": RoundSpec("average", 1.0, 0.0, sync_delay=1)}),
+        (2, {"rounds": RoundSpec("average", 1.0, 0.0, sync_delay=1, mixing=0.5)}),
+    ],
+)
+def test_complex_parameters_equal_pairs_of_real_ones(workers: int, changes: dict[str, Any]) -> None:
+    found = []
+    for pairs, own in ((False, changes), (True, {} if changes in EXACT else changes)):
+        cluster = make_cluster()
+        run_spec = spec(**{"model": Factory(f"{__name__}:Turn", {"pairs": pairs}), "rounds": AVERAGE, **own})
+        _, run = train(cluster, workers, run_spec, loader(48, 16), sync_every=2)
+        found.append((run.model(), losses_of(run)))
+        cluster.close()
+    (model, losses), (twin, expected) = found
+    assert losses == pytest.approx(expected, abs=1e-12)
+    assert float((torch.view_as_real(model.turn) - twin.turn).detach().abs().max()) <= 1e-9
+    assert model.turn.imag.any() and model.count.tolist() == [6, 6] and model.scale.float().tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("rounds", [None, AVERAGE])
+def test_short_complex_numbers_travel_as_longer_ones(cluster: Cluster, rounds: RoundSpec | None) -> None:
+    model = Factory(f"{__name__}:Turn", {"pairs": False, "dtype": "complex32"})
+    run_spec = spec(model=model, rounds=rounds, precision="fp32", optimizer=SGD)
+    _, run = train(cluster, 2, run_spec, loader(48, 16, torch.float32), **({"sync_every": 1} if rounds else {}))
+    _, losses = plain(run_spec, loader(48, 16, torch.float32))
+    assert losses_of(run) == pytest.approx(losses, abs=1e-3)  # the weights are rounded to 11 bits
+
+
+@pytest.mark.parametrize("rounds", [None, AVERAGE])
+def test_parameters_that_torch_cannot_train_are_refused_before_the_run(rounds: RoundSpec | None) -> None:
+    with pytest.raises(ConfigError, match=r"'weight' is float8_e4m3fn, .* or freeze it"):
+        replica(spec(model=Factory(f"{__name__}:Narrow"), precision="fp32", rounds=rounds))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ The whole table is printed by `python -m tests.parity.programs`; see tests/READM
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -50,6 +51,14 @@ def test_a_language_model_s_accuracy_and_perplexity(table: Table, mode: str) -> 
     with torch.no_grad():
         wanted = orch.run.model().eval()(program.data().dataset.tensors[0])
     assert torch.allclose(torch.as_tensor(predicted), wanted, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["data", "tensor", "zero 3"])
+def test_the_perplexity_of_a_language_model_with_its_own_loss(table: Table, mode: str) -> None:
+    program, orch = PROGRAMS["model with its own loss, dicts"], table.session(2).orch
+    assert table.run(Cell(2, program.name, mode)).kind == "equal"
+    found = orch.validate(program.data(), progress=False)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"])) and 0 <= found["accuracy"] <= 1
 
 
 def test_shares_of_another_length_than_there_are_workers_are_refused(table: Table) -> None:

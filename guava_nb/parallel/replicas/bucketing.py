@@ -24,8 +24,13 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a gradient of `dtype` travels and is summed: halves as float32, all others as they are."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    """Return the dtype in which a gradient of `dtype` travels and is summed.
+
+    Shorter ones than float32 and complex64 as these, all others as they are.
+    """
+    if dtype == torch.complex32:
+        return torch.complex64
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def plan_buckets(named: Iterable[tuple[str, nn.Parameter]], bucket_bytes: int) -> list[NamedParameters]:

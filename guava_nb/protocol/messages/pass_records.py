@@ -112,7 +112,8 @@ class CheckStep(Message, frozen=True, kw_only=True):
     """Orchestrator to worker (BATCH): compute loss and gradient of a batch whole and in pieces, and tell how they differ.
 
     The replica stays as it is. `batch` is a list: the whole batch, then its pieces; `rows` has the samples of each.
-    `source` is that of `Shard`.
+    `source` is that of `Shard`. With `has_weights` the list ends with the state of the model that is compared, where it lies in
+    parts at the workers and is not as built.
     """
 
     NUMBER: ClassVar[int] = 82
@@ -123,6 +124,7 @@ class CheckStep(Message, frozen=True, kw_only=True):
     rows: tuple[int, ...]
     batch: Tree
     source: int = 0
+    has_weights: bool = False
 
 
 class Finding(msgspec.Struct, frozen=True, array_like=True):

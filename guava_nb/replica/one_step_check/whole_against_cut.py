@@ -80,7 +80,12 @@ _Pieces = Sequence[tuple[Any, int]]
 
 
 def compare(
-    replica: BaseReplica, spec: RunSpec, resolve: Resolve, batches: Sequence[Any], rows: Sequence[int]
+    replica: BaseReplica,
+    spec: RunSpec,
+    resolve: Resolve,
+    batches: Sequence[Any],
+    rows: Sequence[int],
+    weights: Mapping[str, Any] | None = None,
 ) -> Finding:
     """Compute a batch whole and in pieces.
 
@@ -90,6 +95,7 @@ def compare(
         resolve: finds shared and importable objects.
         batches: the whole batch, then its pieces.
         rows: samples of each.
+        weights: of the model that is built, as `Replica.state` gives them; None: those that it is built with.
 
     Returns:
         The finding; nothing is raised.
@@ -100,11 +106,11 @@ def compare(
     found = Finding("whole failed")
     with seeded(spec.seed, replica.device), uncounted(), no_process_group(), uncompiled():
         for precision in dict.fromkeys(("fp64" if spec.precision == "fp64" else "fp32", spec.precision)):
-            found = _attempt(replica, spec, resolve, precision, whole, pieces)
+            found = _attempt(replica, spec, resolve, precision, whole, pieces, weights)
             if found.outcome != "whole failed":
                 break
         if found.outcome == "differs" and found.precision != "fp64":
-            exact = _attempt(replica, spec, resolve, "fp64", whole, pieces)
+            exact = _attempt(replica, spec, resolve, "fp64", whole, pieces, weights)
             if exact.outcome in ("same", "differs"):
                 return exact
             rough = max(found.loss_difference, found.gradient_difference) <= ROUGH[found.precision]
@@ -113,7 +119,13 @@ def compare(
 
 
 def _attempt(
-    replica: BaseReplica, spec: RunSpec, resolve: Resolve, precision: str, whole: _Pieces, pieces: _Pieces
+    replica: BaseReplica,
+    spec: RunSpec,
+    resolve: Resolve,
+    precision: str,
+    whole: _Pieces,
+    pieces: _Pieces,
+    weights: Mapping[str, Any] | None,
 ) -> Finding:
     roots, resolve = roots_of(spec, resolve).values(), copying(resolve)
     with names_kept(roots):
@@ -123,7 +135,7 @@ def _attempt(
                 if not is_touched():
                     return found
         # No whole model is here, or its copy leads back to it (a closure, say): it is built once more.
-        return _try(spec, precision, resolve, replica, None, whole, pieces)
+        return _try(spec, precision, resolve, replica, None, whole, pieces, weights)
 
 
 def _try(
@@ -134,11 +146,14 @@ def _try(
     model: nn.Module | None,
     whole: _Pieces,
     pieces: _Pieces,
+    weights: Mapping[str, Any] | None = None,
 ) -> Finding:
     device = replica.device
     try:
         copied = _copied(model)
         trial = _Trial(_record(spec, precision), resolve, device, copied)
+        if weights is not None:
+            trial.load_state(weights)
         trial.go_on_from(replica, is_copy=copied is not None)
         halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in trial.model.parameters())
         with trial.fixed_statistics() if spec.sync_batchnorm else contextlib.nullcontext():

@@ -6,7 +6,7 @@ Knows findings and batches; asks nobody.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -69,8 +69,12 @@ class Question:
         why = f", because {self.news}" if self.news else ""
         return "the first batch" if not self.step else f"the batch of step {self.step + 1}{why}"
 
-    def message(self, run_id: str, request: int, rows: int, fine: bool) -> tuple[CheckStep, Sequence[memoryview]]:
+    def message(
+        self, run_id: str, request: int, rows: int, fine: bool, weights: Mapping[str, Any] | None = None
+    ) -> tuple[CheckStep, Sequence[memoryview]]:
         """Return the record that asks about `rows` samples, with their bytes; `fine`: in pieces of two samples.
+
+        `weights` are those to compare with, as `Replica.state` gives the model; None: those that the worker has or builds.
 
         They are the first ones, or those around the one that shows what is new.
 
@@ -81,9 +85,12 @@ class Question:
         batches = [self.content] if rows == self.batch.rows else self._cut([(first, first + rows)])
         if not self.batch.source:  # a worker that has the samples cuts what it loads
             batches += self._cut([(first + start, first + stop) for start, stop in ranges])
-        tree, buffers = pack(batches)
+        tree, buffers = pack(batches if weights is None else [*batches, weights])
         counts = (rows, *(stop - start for start, stop in ranges))
-        record = CheckStep(run_id=run_id, request_id=request, rows=counts, batch=tree, source=self.batch.source)
+        record = CheckStep(
+            run_id=run_id, request_id=request, rows=counts, batch=tree, source=self.batch.source,
+            has_weights=weights is not None,
+        )  # fmt: skip
         return record, buffers
 
     def is_cut_finer(self, rows: int) -> bool:

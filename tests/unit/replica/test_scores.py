@@ -99,3 +99,88 @@ def test_probabilities_as_targets_stay_in_torchs_order() -> None:
     loss = measured("CrossEntropyLoss", outputs, soft)
     assert float(loss.value) / float(loss.count) == pytest.approx(float(functional.cross_entropy(outputs, soft)))
     assert loss.scores is None
+
+
+class Tokens(nn.Module):
+    """Eleven tokens in, eleven out; its loss is its own, of what comes next."""
+
+    def __init__(self, twice: bool = False) -> None:
+        super().__init__()
+        self.table, self.twice = nn.Embedding(11, 11), twice
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.table(tokens)
+        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=3)
+        if self.twice:
+            loss = loss + functional.cross_entropy(logits.mT, tokens)
+        return {"loss": loss, "logits": logits}
+
+
+def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch)["loss"]
+
+
+def weighted_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    log_likely = model.table(batch).log_softmax(-1)[:, :-1].mT
+    return functional.nll_loss(log_likely, batch[:, 1:], weight=torch.arange(11.0), ignore_index=3)
+
+
+def of_last_token(model: nn.Module, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(model.table(batch)[:, -1], batch[:, 0])
+
+
+def of_five_tags(model: nn.Module, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(model.table(batch)[..., :5].flatten(0, 1), (batch % 5).flatten())
+
+
+def shifted(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), targets[:, 1:].flatten(), ignore_index=3)
+
+
+def in_torchs_order(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs["logits"], targets[:, :11])
+
+
+_SHARED = {
+    one.__name__: one for one in (own_loss, weighted_loss, of_last_token, of_five_tags, shifted, in_torchs_order)
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "twice", "is_language"),
+    [
+        ("step", "own_loss", False, True),
+        ("step", "weighted_loss", False, True),
+        ("criterion", "shifted", False, True),
+        ("step", "own_loss", True, False),  # which of the two is the likelihood?
+        ("step", "of_last_token", False, False),
+        ("step", "of_five_tags", False, False),
+        ("criterion", "in_torchs_order", False, False),
+    ],
+)
+def test_a_loss_of_the_users_own_is_read_by_the_cross_entropy_of_tokens_in_it(
+    given: str, name: str, twice: bool, is_language: bool
+) -> None:
+    model, tokens = Tokens(twice), torch.randint(0, 11, (4, 11), generator=torch.Generator().manual_seed(2))
+    run_spec = spec(**{"criterion": None, given: Factory(name)}, precision="fp32")
+    objective = build_objective(run_spec, _SHARED.__getitem__, CPU)
+    batch = tokens if given == "step" else (tokens, tokens)
+    loss = objective(model, batch, 4, want_scores=True)
+    assert objective(model, batch, 4).scores is None and float(loss.value.detach()) > 0
+    if not is_language:
+        assert loss.scores is None or math.isnan(loss.scores[2])
+        return
+    logits, targets = model.table(tokens)[:, :-1].detach(), tokens[:, 1:]
+    counts = targets != 3
+    nll = functional.cross_entropy(logits[counts], targets[counts], reduction="sum")
+    right = int((logits.argmax(-1) == targets)[counts].sum())
+    assert loss.scores.tolist() == [right, int(counts.sum()), pytest.approx(float(nll), rel=1e-6)]
+
+
+def test_a_compiled_model_is_read_likewise() -> None:
+    model, tokens = Tokens(), torch.arange(22).view(2, 11) % 11
+    objective = build_objective(spec(criterion=None, step=Factory("own_loss")), _SHARED.__getitem__, CPU)
+    plain = objective(model, tokens, 2, want_scores=True)
+    compiled = objective(torch.compile(model, backend="eager"), tokens, 2, want_scores=True)
+    assert compiled.scores is None or torch.allclose(compiled.scores, plain.scores)
+    assert torch.allclose(compiled.value, plain.value)
