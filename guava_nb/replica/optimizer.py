@@ -152,13 +152,19 @@ def _try_step(
 
     with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
         optimizer = make([parameter for _, parameter in stand_ins] if is_class else stand_ins)
-        try:
-            optimizer.step()
-        except Exception:  # of the user's code; without a closure, or for another reason that its first step will tell
-            optimizer.step(closure)
-            return bool(called), ""
+        if (error := _error_of(optimizer.step)) is not None:
+            # Of the user's code. One that a closure does not change has another reason, which the first step will tell.
+            return _error_of(partial(optimizer.step, closure)) != error and bool(called), ""
         left_out = _left_out(optimizer)
-    return bool(called), left_out
+    return False, left_out
+
+
+def _error_of(step: Callable[[], object]) -> str | None:
+    try:
+        step()
+    except Exception as error:
+        return repr(error)
+    return None
 
 
 def _left_out(optimizer: Optimizer) -> str:

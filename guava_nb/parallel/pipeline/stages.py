@@ -7,7 +7,7 @@ whose parameters have the names of the full model, so that plans, patterns and c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,8 +168,8 @@ def parameter_costs(traced: Traced) -> list[float]:
 class _Clock(fx.Interpreter):
     """Runs a graph and keeps how long each call of a module took, in seconds."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
+    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(module, graph=graph)
         self.seconds: dict[str, float] = {}
         self._on_cuda = {p.device for p in module.parameters() if p.is_cuda}
 
@@ -191,11 +191,11 @@ def time_costs(traced: Traced, inputs: Any, runs: int = 3) -> list[float]:
         inputs: of a typical micro-batch, where the model is.
         runs: how often.
     """
-    module = fx.GraphModule(traced.objects, traced.graph)
+    module = _runner(traced.graph, traced.objects)
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
-        clocks = [_Clock(module) for _ in range(runs + 1)]
+        clocks = [_Clock(module, traced.graph) for _ in range(runs + 1)]
         for clock in clocks:
             clock.run(inputs)
     finally:
@@ -305,7 +305,7 @@ def _working(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
 
 
-def _segment(traced: Traced, begin: int, end: int) -> fx.GraphModule:
+def _segment(traced: Traced, begin: int, end: int) -> nn.Module:
     """Make the module of the working nodes [begin, end); what later nodes need passes through every stage between."""
     working = _working(traced.graph)
     result = next(node for node in traced.graph.nodes if node.op == "output")
@@ -324,8 +324,34 @@ def _segment(traced: Traced, begin: int, end: int) -> fx.GraphModule:
         graph.output(fx.node.map_arg(result.args[0], copy_of))
     else:
         graph.output(tuple(copy_of(node) for node in _alive(traced.graph, end)))
-    used = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
-    return fx.GraphModule({name: traced.objects[name] for name in used}, graph, "Stage")
+    return _runner(graph, traced.objects)
+
+
+def _runner(graph: fx.Graph, objects: Mapping[str, Any]) -> nn.Module:
+    """Return a module whose forward is the graph, and which holds the objects that the graph uses under their full names.
+
+    `fx.GraphModule` does so too, and fails where a module of the model has the name of one of its own attributes (code, graph, meta).
+    """
+    text = graph.python_code("self")
+    space = dict(text.globals)
+    exec(text.src, space)  # what torch.fx wrote of the calls that it followed
+    stage: nn.Module = type("Stage", (nn.Module,), {"forward": space["forward"]})()
+    used = dict.fromkeys(str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr"))
+    for name in sorted(used, key=lambda name: name.count(".")):  # a module before what is read inside it
+        *outer, last = name.split(".")
+        place = stage
+        for part in outer:
+            if part not in place._modules:
+                place.add_module(part, nn.Module())
+            place = place.get_submodule(part)
+        value = objects[name]
+        if getattr(place, last, None) is value:
+            continue
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            place.register_buffer(last, value)
+        else:
+            setattr(place, last, value)
+    return stage
 
 
 def _alive(graph: fx.Graph, cut: int) -> list[fx.Node]:

@@ -66,7 +66,7 @@ class _OuterTracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.inside.append(m)
-        loop = _LOOPS.get(type(m).forward)
+        loop = _LOOPS.get(getattr(type(m), "forward", None))
         result = super().call_module(m, forward if loop is None else functools.partial(loop, m), args, kwargs)
         self.inside.pop()  # not after an error: the innermost one is where it happened
         return result
@@ -117,7 +117,7 @@ _LOOPS: dict[Any, Callable[..., Any]] = {
 def is_plain_sequential(module: nn.Module) -> bool:
     """Whether calling the children one by one is all that calling the module does."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module).forward is nn.Sequential.forward and not any(hooks)
+    return getattr(type(module), "forward", None) is nn.Sequential.forward and not any(hooks)
 
 
 def units_of(sequential: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -151,8 +151,18 @@ def _sum_not_mean(groups: list[FSDPModule], ranks: int) -> float:
 
 
 def _targets(model: nn.Module, whole: set[nn.Parameter]) -> list[tuple[str, nn.Module]]:
-    """Modules that get a group of their own, inner ones first, the whole model last."""
-    blocks = {name: m for name, m in repeated_blocks(model).items() if _is_closed(model, m)}
+    """Modules that get a group of their own, inner ones first, the whole model last.
+
+    Raises:
+        ConfigError: it is one module of torch.jit.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError(
+            "the whole model is one module of torch.jit, and ZeRO 2 and 3 cannot gather its parameters: build it of plain modules, "
+            "call it from the forward of one, or use data mode or zero_stage=1 (--zero 1)"
+        )
+    closed = {name: m for name, m in repeated_blocks(model).items() if _is_closed(model, m)}
+    blocks = {name: m for name, m in closed.items() if not isinstance(m, torch.jit.ScriptModule)}
     targets: list[tuple[str, nn.Module]] = []
     for name, block in [*blocks.items(), ("", model)]:
         taken = {id(p) for _, target in targets for p in target.parameters()}

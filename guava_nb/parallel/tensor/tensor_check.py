@@ -81,7 +81,7 @@ def _home(root: nn.Module, layer: str) -> tuple[str, nn.Module]:
     while name:
         name = name.rpartition(".")[0]
         module = root.get_submodule(name)
-        if type(module).forward is not nn.Module.forward:
+        if getattr(type(module), "forward", None) is not nn.Module.forward:
             return name, module
     return "", root
 

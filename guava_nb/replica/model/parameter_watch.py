@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import torch
 from torch import nn
 
 from guava_nb.errors import TrainingError
@@ -22,7 +23,7 @@ class ParameterWatch:
         """Take the present parameters as the right ones; `by_name`: torch puts others under their names, as FSDP2 does."""
         self._model, self._same = model, _same_names if by_name else _same
         self._named = dict(model.named_parameters())
-        self._modules = [(module, dict(module._parameters), dict(module._modules)) for module in model.modules()]
+        self._take_present()
 
     def check(self) -> None:
         """A backward is over.
@@ -44,7 +45,12 @@ class ParameterWatch:
                     f"parameter {name!r} {what} during the run, and neither the optimizer nor other workers know of that: make "
                     "all parameters in the factory, and change the values of those that are there"
                 )
-        self._modules = [(module, dict(module._parameters), dict(module._modules)) for module in self._model.modules()]
+        self._take_present()
+
+    def _take_present(self) -> None:
+        # What torch.jit made has no dicts that could be compared; its parameters were fixed when it was made.
+        parts = [part for part in self._model.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        self._modules = [(part, dict(part._parameters), dict(part._modules)) for part in parts]
 
 
 def forward_changes(name: str) -> str:

@@ -251,7 +251,7 @@ def _of_module(label: str, module: nn.Module, seen: set[int]) -> Iterator[_Owner
     yield _Owner(label, _Switches(module), lambda key, value: bool(value))
     for name, part in module.named_modules():
         yield _Owner(f"{label}.{name}" if name else label, vars(part), _is_of_user)
-        yield from _of_globals(getattr(type(part).forward, "__globals__", {}), seen)
+        yield from _of_globals(getattr(getattr(type(part), "forward", None), "__globals__", {}), seen)
 
 
 def _is_of_user(key: str, value: Any) -> bool:

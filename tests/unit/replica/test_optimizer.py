@@ -347,6 +347,17 @@ def test_an_optimizer_that_asks_for_the_loss_again_is_refused_before_the_run() -
         build_optimizer(Factory("Sharpness", {"lr": 0.1}), model().named_parameters(), resolver(Sharpness=Sharpness))
 
 
+def test_a_step_that_raises_for_another_reason_is_not_said_to_ask_for_the_loss() -> None:
+    def hooked(named: Any) -> optim.Optimizer:
+        made = optim.SGD([p for _, p in named], lr=0.1)
+        made.register_step_post_hook(lambda *_: {}["ema.weight"])
+        return made
+
+    made = build_optimizer(Factory("hooked"), model().named_parameters(), resolver(hooked=hooked))
+    with pytest.raises(KeyError, match=r"ema\.weight"):  # as in a plain loop
+        made.step()
+
+
 def test_a_wrapper_without_torchs_own_beginning_steps_and_is_undone() -> None:
     net = model()
     made = build_optimizer(Factory("Wrapping"), net.named_parameters(), resolver(Wrapping=Wrapping))

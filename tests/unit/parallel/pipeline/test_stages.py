@@ -234,6 +234,25 @@ def test_a_module_whose_name_is_a_word_of_python_is_refused() -> None:
         trace_model(Named(), 2, ("parts.out",))
 
 
+def test_modules_may_have_the_names_of_what_torch_fx_keeps() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.code, self.meta, self.recompile = nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+            self.graph = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+            self.register_buffer("forward_code", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Any:
+            for block in self.graph:
+                x = block(self.meta(x)) * self.forward_code
+            return self.recompile(x) @ self.code.weight + self.code(x.argmax(1))
+
+    model, x = Named(), torch.randn(3, 4)
+    split = split_model(model, 2, split=("graph.1",), costs=lambda traced: time_costs(traced, x, 1))
+    assert torch.equal(run_stages(split.modules, x), model(x))
+    assert {name for module in split.modules for name in parameter_names(module)} == set(dict(model.named_parameters()))
+
+
 def test_a_draw_inside_a_block_is_no_concern_of_the_cut() -> None:
     whole = HappensOnce(lambda model, x: x)
     whole.blocks[1] = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))

@@ -39,6 +39,17 @@ def test_other_parameters_are_refused_whoever_trains(change: Any, says: str) -> 
         watch.check()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
+def test_a_part_that_torch_jit_made_is_no_change() -> None:
+    model = nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)), nn.Linear(2, 2))
+    watch = ParameterWatch(model)
+    model(torch.ones(1, 2)).sum().backward()
+    watch.check()
+    model[1].bias = None
+    with pytest.raises(TrainingError, match=r"'1\.bias' was removed"):
+        watch.check()
+
+
 @pytest.mark.parametrize(("change", "says"), [(_add, r"'3\.weight' was added"), (_remove, r"'0\.bias' was removed")])
 def test_where_others_take_the_place_of_parameters_their_names_are_watched(change: Any, says: str) -> None:
     model = net()
