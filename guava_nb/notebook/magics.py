@@ -198,7 +198,9 @@ class GuavaMagics(Magics):
     @_command(commands.STATUS)
     def guava_status(self, args: argparse.Namespace) -> None:
         """Show everything there is, or follow the run that goes on."""
-        if args.follow and self.session.follow_run(self._panel(_AGAIN)):
+        followed = self.session.newest_followed() if args.follow else None
+        if followed is not None:
+            self.session.follow_run(followed, followed.run, self._panel(_AGAIN))
             return
         views = self.session.views()
         if not views:

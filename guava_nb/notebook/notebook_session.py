@@ -6,7 +6,6 @@ Holds no network and no training of its own; every method is a few calls into `O
 from __future__ import annotations
 
 import argparse
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,14 +17,14 @@ from IPython.core.error import UsageError
 from guava_nb.config import DistributedConfig
 from guava_nb.notebook.completion import complete_by_dir
 from guava_nb.notebook.display import ask_hidden, can_ask, choose_ui, say
+from guava_nb.notebook.following import Followed, Following, follow, show_code
 from guava_nb.notebook.host import detect_host
-from guava_nb.notebook.join_code import NEW_ADDRESS, cell_to_paste, hand_over, reach_note
+from guava_nb.notebook.join_code import cell_to_paste, reach_note
 from guava_nb.notebook.line_words import in_a_folder, near
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.mode import mode_arguments, mode_sentence
 from guava_nb.notebook.own_worker import OwnWorker
-from guava_nb.notebook.panel.blocking import interrupt_run, watch
-from guava_nb.notebook.panel.panel import Frame, Panel
+from guava_nb.notebook.panel.panel import Panel
 from guava_nb.notebook.px.remote_code import RemoteCode
 from guava_nb.notebook.results.runs import Runs
 from guava_nb.notebook.shared_cells import SharedCells
@@ -45,8 +44,7 @@ from guava_nb.notebook.up import (
 from guava_nb.notebook.validate_predict import predict, validate
 from guava_nb.notebook.wait_for_workers import wait_for_workers
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.render import View, awaited_workers, run_view, session_view, summary_view
-from guava_nb.status import RunStatus
+from guava_nb.render import View, session_view
 
 __all__ = ["NotebookSession"]
 
@@ -211,37 +209,47 @@ class NotebookSession:
 
     def train(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Start a run; unless detached, block until it ended and raise its error if it failed. Returns the run."""
+        following = self.start_run(args, panel)
+        self.watch_or_leave(following, following.run, args, panel)
+        return following.run
+
+    def start_run(self, args: argparse.Namespace, panel: Panel) -> Following:
+        """Start a run as a line says; returns what follows it, from before its start."""
         orchestrator, names = self._need_session(), self._shell.user_ns
         if orchestrator.run is not None and not orchestrator.run.done:
             raise UsageError("a run is going on; %guava_status shows it, %guava_stop ends it")
         arguments = self._arguments(args)
         if args.resume == "session" and orchestrator.run is None and (lost := lost_run(orchestrator)):
             raise UsageError(f"--resume session: {lost}")
-        new_code = self._new_codes()
-        self._gather(new_code, panel, last=args.detach)
+        self._gather(self._shown_codes(), panel, last=args.detach)
         self._apply_mode()
         orchestrator.register_model(args.model, args.model_args or {})
-        tail, notices = WorkerLines(orchestrator), Notices(orchestrator)
+        following = Following(orchestrator, self.new_codes())
         # Building the model may take long. Lines of text stay, so that there a mistake would be two.
         is_drawn = not args.detach and choose_ui(self._shell) not in ("text", "none")
         if is_drawn:
             panel.update(lambda: (View("preparing", ""), ()))
         try:
-            run = orchestrator.start_training(**{**arguments, "detach": True})
+            following.run = orchestrator.start_training(**{**arguments, "detach": True})
         except BaseException:
             orchestrator.register_model(*self._model)  # nothing was trained: what validates and predicts stays
             _show_not_started(panel, is_drawn)
             raise
         self._model = (args.model, args.model_args or {})
-        complete_by_dir(type(run))
+        complete_by_dir(type(following.run))
         if args.out is not None:
-            names[args.out] = run
+            names[args.out] = following.run
+        return following
+
+    def watch_or_leave(self, followed: Followed, run: Any, args: argparse.Namespace, panel: Panel) -> None:
+        """Show a run to its end and raise what it raised; where the line detaches it, say how it goes on."""
         if args.detach:
             self.runs.leave_alone(run)
-            say("\n".join([*notices.latest(), DETACHED.format(time.strftime("%H:%M:%S"))]))
-        else:
-            self._follow(run, tail, notices, panel, new_code)
-        return run
+            say("\n".join([*followed.news().notes, DETACHED.format(time.strftime("%H:%M:%S"))]))
+            return
+        follow(followed, panel, choose_ui(self._shell))
+        if run.status().state == "failed":
+            run.result()
 
     def forecast(self, args: argparse.Namespace) -> Any:
         """The forecast of what the run of such a line would send and receive, also as -o; nothing is started."""
@@ -261,12 +269,12 @@ class NotebookSession:
 
     def validate(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Loss, accuracy, number of samples and metrics on a loader of the notebook."""
-        return validate(self._asked(args), args, self._shell.user_ns, panel, self._new_codes())
+        return validate(self._asked(args), args, self._shell.user_ns, panel, self._shown_codes())
 
     def predict(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Results of a prediction on a loader of the notebook."""
         names, ui = self._shell.user_ns, choose_ui(self._shell)
-        return predict(self._asked(args), args, names, panel, self._new_codes(), ui)
+        return predict(self._asked(args), args, names, panel, self._shown_codes(), ui)
 
     def newest_run(self) -> Any:
         """The newest run, also while it goes on.
@@ -336,7 +344,7 @@ class NotebookSession:
     def stop(self) -> str:
         """Stop the run that goes on, or let this notebook's worker leave; returns the sentence on it."""
         if self.is_open and self._orchestrator.run is not None and not self._orchestrator.run.done:
-            return self._interrupt(self._orchestrator.run, 1)
+            return Following(self._orchestrator, lambda: None).interrupt(1)
         if self.worker.lives:
             self.worker.leave()
             return "The worker leaves after its step; %guava_down ends it at once."
@@ -396,72 +404,33 @@ class NotebookSession:
         wait_for_workers(self._orchestrator, count, cell, choose_ui(self._shell), panel, last, new_code)
         self._waits_anew = False
 
-    def _interrupt(self, run: Any, count: int) -> str:
-        away = awaited_workers(self._orchestrator.status().workers)
-        # The step has its time, and then the state has as much to come back.
-        return interrupt_run(run, count, away, self._orchestrator.config.interrupt_grace_s)
-
-    def _new_codes(self) -> Callable[[], None]:
-        """A function that shows the join code when it is another one than before: a busy cell leaves no other way to ask."""
+    def new_codes(self) -> Callable[[], tuple[str, str] | None]:
+        """A function that gives the cell to paste, and what its tunnel needs, where the code has changed since its last call."""
         known = self._code_now()
 
-        def show() -> None:
+        def changed() -> tuple[str, str] | None:
             nonlocal known
-            if (now := self._code_now()) != known:
-                known = now
-                hand_over(
-                    self.cell_to_paste(),
-                    choose_ui(self._shell),
-                    " ".join(filter(None, (NEW_ADDRESS, self.tunnel_note))),
-                )
+            if (now := self._code_now()) == known:
+                return None
+            known = now
+            return self.cell_to_paste(), self.tunnel_note
 
-        return show
+        return changed
 
-    def follow_run(self, panel: Panel) -> bool:
-        """Watch the newest run until it has ended or the cell is interrupted, which leaves the run alone.
+    def _shown_codes(self) -> Callable[[], None]:
+        codes = self.new_codes()
+        return lambda: show_code(codes(), choose_ui(self._shell))
 
-        Returns:
-            False where there was none here.
-        """
-        run = self._orchestrator.run if self.is_open else None
-        if run is None:
-            return False
-        orchestrator, interrupted = self._orchestrator, threading.Event()
+    def newest_followed(self) -> Following | None:
+        """What follows the newest run from now on; None where there was none here."""
+        has_run = self.is_open and self._orchestrator.run is not None
+        return Following(self._orchestrator, self.new_codes()) if has_run else None
 
-        def frame() -> Frame:
-            view = summary_view if run.done else run_view
-            status = orchestrator.status()
-            return view(run.status(), status.workers, status.notes), ()
-
-        def let_go(count: int) -> str:
-            interrupted.set()
-            return f"{run.run_id} goes on; %guava_stop ends it."
-
-        watch(lambda wait_s: interrupted.is_set() or run.done or run.wait(wait_s), frame, frame, panel, let_go)
+    def follow_run(self, followed: Followed, run: Any, panel: Panel) -> None:
+        """Watch a run until it has ended or the cell is interrupted, which leaves the run alone."""
+        follow(followed, panel, choose_ui(self._shell), may_leave=True)
         if run.done:
             self.runs.leave_alone(None)
-        return True
-
-    def _follow(
-        self, run: Any, tail: WorkerLines, notices: Notices, panel: Panel, new_code: Callable[[], None]
-    ) -> None:
-        """Watch a run to its end, then raise what it raised: after its last lines and its summary were shown."""
-        orchestrator = self._orchestrator
-
-        def frame(view: Callable[..., View]) -> Frame:
-            new_code()
-            return view(run.status(), orchestrator.status().workers, notices.latest()), tail.new()
-
-        watch(
-            run.wait,
-            lambda: frame(run_view),
-            lambda: frame(summary_view),
-            panel,
-            lambda count: self._interrupt(run, count),
-        )
-        status: RunStatus = run.status()
-        if status.state == "failed":
-            run.result()
 
 
 def _show_not_started(panel: Panel, is_drawn: bool) -> None:
