@@ -109,7 +109,10 @@ class OuterMethod:
 def sparse_format(density: float = 1 / 64, bits: int = 2, of_senders: bool = False) -> TopK:
     """Return the format of sparse pseudo-gradients: of each 4,096 elements that part of them, at least one, at so many bits.
 
-    `of_senders` as of `TopK`.
+    Args:
+        density: part of the elements that is sent.
+        bits: of each value: 2, 4, 8 or 32.
+        of_senders: as of `TopK`.
 
     Raises:
         ConfigError: the numbers make no format.
