@@ -51,7 +51,7 @@ def mixed(own: Tensor, sent: Tensor, common: Tensor, mixing: float | None = None
     """Return what a member goes on with when the weights come to which its last message led, and it has taken steps meanwhile.
 
     Args:
-        own: its weights now.
+        own: its weights now, `[numel]`; `sent` and `common` alike.
         sent: those at its message.
         common: those that all messages led to.
         mixing: how much of its own weights it keeps, the rest are the common ones (Streaming DiLoCo's alpha, arXiv:2501.18512).
