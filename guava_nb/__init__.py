@@ -1,26 +1,6 @@
 """guava_nb turns notebooks and GPUs behind NAT into one PyTorch training job.
 
-The rooms, from the top; imports only point down. README.md beside this file says what each room knows, how a step and a batch
-pass through them, and where to add what:
-
-    notebook | cli
-    render | doctor
-    split
-    orchestrator
-    forecast
-    training
-    evaluation
-    sync
-    cluster | worker
-    processes | row_cache
-    replica
-    spec
-    parallel | backend | data | datasets | telemetry
-    hub
-    link
-    protocol | transport | tunnels
-    config
-    errors | status
+README.md beside this file has the rooms on one page, how a step and a batch pass through them, and where to add what.
 
 Importing this package loads neither torch nor IPython and starts nothing: names come in on first use.
 """

@@ -66,6 +66,10 @@ class Endpoint:
     def post(self, message: Message, payload: memoryview | bytes, done: Callable[[], None]) -> bool:
         """Take a message of the session, in the reader thread that brings it.
 
+        Args:
+            message, payload: as they came; the payload is valid until `done`.
+            done: tells the session that the message is consumed.
+
         Returns:
             True when it was for the endpoint; `done` has been called then.
         """
@@ -110,6 +114,11 @@ class Endpoint:
 
     def open_group(self, name: str, rank: int, members: Sequence[str]) -> GroupMember:
         """Become a rank of a group.
+
+        Args:
+            name: of the group at the hub; a new one for every generation.
+            rank: of this process, from 0.
+            members: a name for each rank, for errors.
 
         Raises:
             GroupBroken: the session is over.
@@ -172,6 +181,12 @@ class Endpoint:
         timeout_s: float = 300.0,
     ) -> StoreReply:
         """Ask the store and wait for its answer.
+
+        Args:
+            op: what to do, as in `StoreAsk`.
+            keys, values: what to do it with.
+            number: as in `StoreAsk`.
+            timeout_s: seconds to wait for the answer.
 
         Raises:
             CollectiveTimeout: nobody set the keys in time, or the hub did not answer.

@@ -232,7 +232,11 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
 
     @classmethod
     def dialling(cls, *join_codes: JoinCode | str, config: DistributedConfig | None = None, **overrides: Any) -> Self:
-        """Make an orchestrator that does not listen and is connected to listening workers; errors as for `connect`."""
+        """Make an orchestrator that does not listen and is connected to listening workers; errors as for `connect`.
+
+        Args:
+            join_codes, config, overrides: as for `connect` and the constructor.
+        """
         made = cls(config, **overrides)
         try:
             made.connect(*join_codes)
@@ -269,9 +273,7 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         return self._listener.join_code() if self._keeper is None else self._keeper.code
 
     def worker_cell(self) -> str:
-        """Return the cell that makes a notebook elsewhere a worker, also where guava_nb is not installed. Holds the secret.
-
-        It fetches this very version from this session, over the connection that the join code proves.
+        """Return the cell that makes a notebook elsewhere a worker; it holds the secret, and fetches guava_nb from this session.
 
         Raises:
             ClusterError: the session is not open, or only dials.
@@ -383,14 +385,13 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
             raise ClusterError("the session is not open: call open(), or run %guava_up")
         return self._cluster
 
-    # -------------------------------------------------------------------------------------------------------- workers
-
     def wait_for_workers(
         self, count: int | None = None, timeout: float | None = None, on_wait: Callable[[int], None] | None = None
     ) -> list[str]:
         """Wait until `count` (default: the configuration's `num_workers`) are there; returns their names.
 
         Args:
+            count: of workers; None takes `num_workers` of the configuration.
             timeout: seconds; None waits until they come or the wait is interrupted.
             on_wait: called a few times a second with the number that is there.
 

@@ -10,6 +10,8 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 
+from guava_nb.cluster.report_checks import shown_text
+
 __all__ = ["LineBreaks", "Notices"]
 
 #: Sentences kept; older ones are forgotten.
@@ -94,10 +96,11 @@ class Notices(logging.Handler):
             self._sentences.extend(kept)
 
     def _keep(self, sentence: str, topic: str = "") -> None:
+        sentence = shown_text(sentence[:MOST_CHARS])
         with self._access:
             self._count += 1
-            self._sentences.append((self._count, topic, sentence[:MOST_CHARS]))
-        self._record(sentence[:MOST_CHARS])
+            self._sentences.append((self._count, topic, sentence))
+        self._record(sentence)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a warning of ours."""

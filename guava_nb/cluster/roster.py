@@ -13,6 +13,7 @@ from itertools import islice
 
 from msgspec.structs import asdict, replace
 
+from guava_nb.cluster.report_checks import shown_text
 from guava_nb.protocol.messages import Hello
 from guava_nb.telemetry.waits import Waits
 
@@ -155,10 +156,15 @@ class Roster:
 
 def shortened(hello: Hello) -> Hello:
     """Return a hello whose texts and lists have no more than is shown of them, however long they came."""
-    texts = {name: value[:MOST_CHARS] for name, value in asdict(hello).items() if isinstance(value, str)}
-    versions = {key[:_NAME_CHARS]: text[:_NAME_CHARS] for key, text in islice(hello.versions.items(), _MOST_ENTRIES)}
+    texts = {name: _name(value, MOST_CHARS) for name, value in asdict(hello).items() if isinstance(value, str)}
+    versions = {_name(key): _name(text) for key, text in islice(hello.versions.items(), _MOST_ENTRIES)}
     own = tuple(name[:_NAME_CHARS] for name in hello.own[:_MOST_ENTRIES])
-    return replace(hello, **texts | {"name": hello.name[:_NAME_CHARS]}, versions=versions, own=own)
+    return replace(hello, **texts | {"name": _name(hello.name)}, versions=versions, own=own)
+
+
+def _name(text: str, most: int = _NAME_CHARS) -> str:
+    """Return a text of a hello on one line, and no longer than this."""
+    return " ".join(shown_text(text[:most]).split()) if not text.isprintable() else text[:most]
 
 
 def version_notes(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:

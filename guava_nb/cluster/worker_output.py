@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from guava_nb.cluster.report_checks import shown_text
+
 __all__ = ["OutputLog"]
 
 log = logging.getLogger(__name__)
@@ -109,5 +111,6 @@ class OutputLog:
 
 
 def _cut(line: str) -> str:
+    line = shown_text(line)
     more = len(line) - MAX_LINE
     return line if more <= 0 else f"{line[:MAX_LINE]} [{more} characters more]"

@@ -1,17 +1,42 @@
-"""Where programs of this package keep state of their user, and how a name in a folder is made to last."""
+"""Where programs of this package keep files of their user, and how a name in a folder is made to last."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from pathlib import Path
 
-__all__ = ["state_folder", "sync_folder"]
+from guava_nb.errors import ConfigError
+
+__all__ = ["private_temporary_folder", "state_folder", "sync_folder"]
 
 
 def state_folder() -> Path:
     """Return where this user's programs keep state: XDG_STATE_HOME, else ~/.local/state (XDG Base Directory Specification)."""
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "guava_nb"
+
+
+def private_temporary_folder(name: str) -> Path:
+    """Return the folder `name`-USER among the system's temporary files, made where it is not there: of this user alone.
+
+    Raises:
+        ConfigError: it cannot be made; or another user could read it or put links into it, so that it cannot be trusted.
+    """
+    user = getattr(os, "getuid", lambda: "user")()
+    folder = Path(tempfile.gettempdir()) / f"{name}-{user}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as problem:
+        raise ConfigError(
+            f"{folder} cannot be made ({problem.strerror or problem}): mend that, or set TMPDIR to a folder of yours"
+        ) from problem
+    held = folder.lstat()
+    if folder.is_symlink() or (hasattr(os, "getuid") and (held.st_uid != user or held.st_mode & 0o077)):
+        raise ConfigError(
+            f"{folder} is open to other users or not yours: remove it, or set TMPDIR to a folder of yours"
+        )
+    return folder
 
 
 def sync_folder(folder: Path) -> None:

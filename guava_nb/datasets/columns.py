@@ -61,6 +61,15 @@ def choose_columns(
 ) -> Columns:
     """Find the wanted columns.
 
+    Args:
+        path: of the file, for errors.
+        header: names of all columns.
+        features: names of those that are wanted; None: all but the target.
+        target: name of the column to predict; None: none.
+        dtype: numpy type of the features.
+        dtypes: other types, by name of the column; of the target also "class".
+        delimiter: between cells, for errors.
+
     Raises:
         ConfigError: a name is unknown or stands twice, or a type is none of numbers.
     """
@@ -130,7 +139,13 @@ def _near(name: str, known: Sequence[str]) -> str:
 
 
 def number_reader(kind: str, missing: float | None, decimal: str = ".") -> Callable[[str], Any]:
-    """Return a function from a cell's text to a number of this type; its ValueError says what is wrong with the text."""
+    """Return a function from a cell's text to a number of this type; its ValueError says what is wrong with the text.
+
+    Args:
+        kind: a numpy type of numbers.
+        missing: what an empty cell counts as; None: an empty cell is an error.
+        decimal: "." or ",".
+    """
     whole = np.dtype(kind).kind in "iu"
     convert: type[int] | type[float] = int if whole else float
     limits: Any = np.iinfo(kind) if whole else np.finfo(kind)
@@ -173,6 +188,11 @@ def target_kind(columns: Columns, rows: Sequence[Sequence[str]], decimal: str = 
     """Return what the target holds: "class", or a type of numbers; None without a target.
 
     Judged by the first rows when the user did not say: a few bad cells must not turn a column of numbers into classes.
+
+    Args:
+        columns: of the file.
+        rows: its first ones, as texts.
+        decimal: "." or ",".
     """
     if columns.target is None:
         return None
@@ -205,7 +225,13 @@ class BadCell(Exception):
 
 
 class RowParser:
-    """Turns the cells of a row into its numbers; classes are numbered as they come, until `finish_classes`."""
+    """Turns the cells of a row into its numbers; classes are numbered as they come, until `finish_classes`.
+
+    Args:
+        columns: that are read.
+        kind: of the target, as `target_kind` gives it.
+        missing, decimal: as for `number_reader`.
+    """
 
     def __init__(self, columns: Columns, kind: str | None, missing: float | None, decimal: str = ".") -> None:
         self._readers = [

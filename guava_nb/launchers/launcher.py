@@ -142,6 +142,11 @@ class Launcher(ABC):
     def read_number(self, found: Mapping[str, str], key: str, default: int) -> int:
         """A whole number among the options.
 
+        Args:
+            found: the options of a text, as `read` gives them.
+            key: name of the option.
+            default: where it is not given.
+
         Raises:
             ConfigError: it is none.
         """
@@ -186,6 +191,9 @@ def worker_words(python: str, join_file: str, mark: str, gpus: str = "", device:
     """The command line of a worker: no secret is in it.
 
     Args:
+        python: path of the Python there.
+        mark: of the start.
+        device, name: as `guava worker --device --name`; "": not said.
         join_file: where it reads the join code; "-" is its standard input.
         gpus: "auto" takes each GPU there, or the processor where there is none.
     """

@@ -50,6 +50,11 @@ class Launches:
     def start(self, launcher: Launcher, text: str, order: Order) -> None:
         """Check, then start, and tell what was started; what was begun is ended again where that fails.
 
+        Args:
+            launcher: that was made of `text`.
+            text: noted, to make the launcher again.
+            order: about the session.
+
         Raises:
             ConfigError: what it needs is missing, or it cannot be started.
         """

@@ -33,6 +33,12 @@ def run_program(
 ) -> subprocess.CompletedProcess[str]:
     """Run it with `text` as its standard input.
 
+    Args:
+        words: the command line; no shell reads it.
+        text: its standard input.
+        limit_s: seconds until it is ended.
+        environ: of the program; None: that of this process.
+
     Raises:
         ConfigError: it cannot be run, or has not ended within `limit_s`.
     """

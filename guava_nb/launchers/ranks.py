@@ -88,6 +88,9 @@ def code_for_rank(
     """Wait until rank 0 leaves the code of another session than `before`; None: it has ended.
 
     Args:
+        clock, pause: monotonic seconds, and a sleep; for tests.
+        board: where rank 0 leaves it.
+        before: code of the session before; "": none.
         limit_s: without a sign of life from rank 0, it counts as ended.
         is_ending: asked again and again; True ends the wait.
     """

@@ -48,7 +48,7 @@ _GOES_ON = (
 )
 _RUN_GOES_ON = (
     "Its last run can go on where it stood, as soon as one of its workers is back: the same line of %guava_train with --resume "
-    "session."
+    "session and without --fresh."
 )
 _LOCAL_ENDED = (
     "The workers that it had started on this machine ended with its kernel: %guava_up --local 1 starts one again."

@@ -47,6 +47,7 @@ class Generating:
         on the number of workers.
 
         Args:
+            seed: of the random numbers, see above.
             prompts: a text, a list of texts, of lists of tokens or of tensors [T], or a tensor [B, T].
             max_new_tokens: for each of them.
             temperature: 0 takes the most probable token; more samples.

@@ -23,8 +23,8 @@ _T = TypeVar("_T")
 
 #: How many are kept.
 MOST = 50
-#: Seconds between two writings of the run that goes on: so much of its curves is lost with a kernel that is killed.
-KEEP_EVERY_S = 10.0
+#: Seconds between two writings of the run that goes on, at first and at most: so much of its curves is lost with a killed kernel.
+FIRST_KEPT_S, KEEP_EVERY_S = 1.0, 10.0
 _SUFFIX, _NOW_SUFFIX = ".runs", ".run-now"
 KILLED = "its kernel ended while it went on"
 
@@ -61,11 +61,13 @@ class PastRuns:
         """Keep a run that begins, for the case that its process is killed, until `add` is called at its end."""
 
         def work() -> None:
+            pause_s = FIRST_KEPT_S
             while not run.done:
                 with self._lock:
                     if self._now is run:
                         self._write(_NOW_SUFFIX, run.status())
-                run.wait(KEEP_EVERY_S)
+                run.wait(pause_s)
+                pause_s = min(2 * pause_s, KEEP_EVERY_S)
 
         if self._session() is not None:
             self.all()  # what a killed process left there would be lost

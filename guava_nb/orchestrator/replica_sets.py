@@ -222,6 +222,9 @@ class ReplicaSets:
         else:
             start = checkpoint.Loaded(Path(options.resume), checkpoint.read(Path(options.resume)))
         if start is not None and options.weights is not None and "base" not in start.content:
+            if str(options.resume) == OF_SESSION:  # the line that began the run, and was told to be given again
+                self._notices.add(f"{options.weights} is not read (--weights): {start.path} has weights")
+                return start
             raise ConfigError(
                 f"weights (--weights) would have no effect: {start.path}, from which the run goes on, holds the whole model. "
                 "Leave one of them out (a checkpoint that was loaded: fresh=True, --fresh)"

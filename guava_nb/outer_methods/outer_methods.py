@@ -51,7 +51,7 @@ def mixed(own: Tensor, sent: Tensor, common: Tensor, mixing: float | None = None
     """Return what a member goes on with when the weights come to which its last message led, and it has taken steps meanwhile.
 
     Args:
-        own: its weights now.
+        own: its weights now, `[numel]`; `sent` and `common` alike.
         sent: those at its message.
         common: those that all messages led to.
         mixing: how much of its own weights it keeps, the rest are the common ones (Streaming DiLoCo's alpha, arXiv:2501.18512).
@@ -109,7 +109,10 @@ class OuterMethod:
 def sparse_format(density: float = 1 / 64, bits: int = 2, of_senders: bool = False) -> TopK:
     """Return the format of sparse pseudo-gradients: of each 4,096 elements that part of them, at least one, at so many bits.
 
-    `of_senders` as of `TopK`.
+    Args:
+        density: part of the elements that is sent.
+        bits: of each value: 2, 4, 8 or 32.
+        of_senders: as of `TopK`.
 
     Raises:
         ConfigError: the numbers make no format.

@@ -89,7 +89,12 @@ class JoinCode:
         return cls(_bare(host), port, fingerprint, secret, scheme or ("tls" if fingerprint else "tcp"))
 
     def with_address(self, host: str, port: int, scheme: str | None = None) -> JoinCode:
-        """The same listener at another address, as behind a tunnel."""
+        """The same listener at another address, as behind a tunnel.
+
+        Args:
+            host, port: where it is reached.
+            scheme: one of `SCHEMES`; None keeps the present one.
+        """
         return replace(self, host=_bare(host), port=port, scheme=scheme or self.scheme)
 
     @property

@@ -48,6 +48,7 @@ def to_html(
     """The whole view as one `div`.
 
     Args:
+        view: what is shown.
         lines: shown below it in fixed pitch.
         as_of: when this was so; the last line.
         charts: how charts are drawn; None: as of no earlier ones.

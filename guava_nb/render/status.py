@@ -70,7 +70,13 @@ def session_view(status: Status) -> View:
 
 
 def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
-    """A run while it goes: a bar, the numbers beside it, the workers and what happened to them below it."""
+    """A run while it goes: a bar, the numbers beside it, the workers and what happened to them below it.
+
+    Args:
+        run: its state.
+        workers: of the session.
+        notices: sentences of the session, oldest first.
+    """
     progress = Progress(run.step, run.total_steps)
     facts = (
         ("wire", _wire(run)),
@@ -88,7 +94,13 @@ def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequ
 
 
 def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
-    """A run after its end: what was done, how fast from start to end, at which cost on the wire."""
+    """A run after its end: what was done, how fast from start to end, at which cost on the wire.
+
+    Args:
+        run: its state.
+        workers: of the session.
+        notices: sentences of the session, oldest first.
+    """
     average = run.samples / run.elapsed_s if run.samples and run.elapsed_s else None
     facts: list[tuple[str, str]] = [
         ("steps", f"{_steps(run)}, {run.samples} samples"),
@@ -108,6 +120,7 @@ def waiting_view(workers: Sequence[WorkerStatus], expected: int, left_s: float |
     """A session while it waits for workers: who is here, how many are missing.
 
     Args:
+        workers: of the session.
         expected: workers that are waited for.
         left_s: seconds until the waiting ends; None leaves that out.
         advice: what to do meanwhile; not shown when all are here.
@@ -123,6 +136,8 @@ def program_view(state: str, name: str, elapsed_s: float, workers: Sequence[Work
     """A program on the workers: how long it has run, and what each worker does meanwhile.
 
     Args:
+        elapsed_s: seconds since it began.
+        workers: that run it.
         state: "running", or how it ended.
         name: of the program.
     """

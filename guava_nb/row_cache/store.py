@@ -250,7 +250,7 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
 def _take_slot(directory: Path) -> tuple[Path, FileLock]:
     for number in range(_MAX_SLOTS):
         folder = directory / f"worker-{number}"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # another user may not read samples
         lock = FileLock(folder / _LOCK_NAME)
         try:
             lock.acquire(timeout=0)

@@ -265,6 +265,7 @@ class CPULoader:
         """Measure the GPU side's model, each sample once.
 
         Args:
+            gpu_host, gpu_port, join_code: as for `start_loading`.
             val_dataset: None takes that of `setup_dataset`.
             criterion: None takes the GPU side's own, else CrossEntropyLoss.
             metrics: further ones, as for `Orchestrator.validate`.
@@ -303,6 +304,7 @@ class CPULoader:
         """Predict with the GPU side's model, in the order of the data set.
 
         Args:
+            gpu_host, gpu_port, join_code: as for `start_loading`.
             inference_dataset: None takes that of `setup_dataset`.
             options: for the kind of data, as for `setup_dataset`.
             predicting: `top_k`, `confidence_threshold`, `return_full_probabilities`, `raw`, `path`, `resume`, as for

@@ -69,6 +69,7 @@ class GPUTrainer:
         """Say what to train or to ask. The model is moved to the device; its dtype stays.
 
         Args:
+            model: trained in place.
             criterion: a loss of outputs and targets: torch's module or function, or one's own that returns a mean or
                 `(sum, count)`. None means CrossEntropyLoss.
             optimizer: over the model's parameters. None makes Adam with `learning_rate` and nothing else: no weight decay,
@@ -259,7 +260,12 @@ class ColabGPUTrainer(GPUTrainer):
         *,
         once: bool = False,
     ) -> str:
-        """As `start_service`, listening behind a tunnel; arguments as for both."""
+        """As `start_service`, listening behind a tunnel; arguments as for both.
+
+        Args:
+            mode, once: as for `start_service`.
+            tunnel, authtoken: as for `start_training_with_tunnel`.
+        """
         return self._behind(tunnel, authtoken, partial(self.start_service, mode, once=once))
 
     def _behind(self, tunnel: Tunnel | str | None, authtoken: str | None, call: Callable[[], str]) -> str:

@@ -69,6 +69,12 @@ class NvmlBoard:
 
     Attributes:
         sensor: the best it has; None where it has none, then `why` says so.
+
+    Args:
+        api: the module pynvml.
+        handle: NVML's own, of the board.
+        key: unlike that of any other board.
+        name: for people.
     """
 
     def __init__(self, api: Any, handle: Any, key: str, name: str) -> None:

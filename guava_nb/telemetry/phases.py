@@ -87,7 +87,12 @@ class PhaseBook:
         self._joules: dict[str, float] = {}
 
     def add(self, phase: str, start_s: float, end_s: float) -> None:
-        """A phase lasted from one time to another; one that begins before the last ended is cut there."""
+        """A phase lasted from one time to another; one that begins before the last ended is cut there.
+
+        Args:
+            phase: one of `PHASES`.
+            start_s, end_s: monotonic seconds.
+        """
         with self._lock:
             start_s = max(start_s, self._until)
             if end_s <= start_s:

@@ -104,7 +104,15 @@ class Run:
     def __init__(
         self, run_id: str, mode: str, num_epochs: int, total_steps: int | None, sources: RunSources | None = None
     ) -> None:
-        """Start in state "preparing"; the job drives it."""
+        """Start in state "preparing"; the job drives it.
+
+        Args:
+            run_id: its name.
+            mode: as `%guava_mode` names it.
+            num_epochs: that are wished.
+            total_steps: optimizer steps in all; None: not known.
+            sources: of what others count; None: nothing does.
+        """
         self.run_id = run_id
         self.mode = mode
         self.num_epochs = num_epochs
@@ -362,7 +370,13 @@ class Run:
         self.move("preparing")
 
     def move(self, state: str, message: str = "", for_s: float | None = None) -> None:
-        """Enter a state, which takes `for_s` at most."""
+        """Enter a state, which takes `for_s` at most.
+
+        Args:
+            state: as in `RunStatus`.
+            message: for people: why, or what is waited for.
+            for_s: seconds; None: not known.
+        """
         with self._lock:
             self._state, self._message = state, message
             self._waits_until = None if for_s is None else time.monotonic() + for_s
@@ -424,7 +438,13 @@ class Run:
             self.epochs = [one for one in self.epochs if one["step"] <= last]
 
     def end(self, state: str, error: BaseException | None = None, message: str = "") -> None:
-        """End the run and wake all threads that wait for it."""
+        """End the run and wake all threads that wait for it.
+
+        Args:
+            state: "done", "stopped" or "failed".
+            error: that ended it.
+            message: for people; "" takes the error's.
+        """
         frozen = self._sources.frozen()
         with self._lock:
             self._state, self._error, self._message = state, error, message or (str(error) if error else "")

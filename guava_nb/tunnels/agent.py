@@ -122,6 +122,12 @@ class Agent:
 
         pyngrok waits for a line of the agent as long as that takes: so a thread of its own does, and at our deadline
         the agent is ended, which ends the wait too.
+
+        Args:
+            address: to forward to, host:port.
+            proto: "tcp" or "http".
+            options: of pyngrok's `connect`.
+            given_up: set from another thread to end the wait.
         """
         outcome: list[BaseException | Any] = []
         _mute()

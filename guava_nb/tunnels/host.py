@@ -32,6 +32,10 @@ def detect_host(
     """Tell the host from the environment and the shell's class; imports nothing of the host's own packages.
 
     Kaggle comes first: its image is built on Colab's and carries Colab's marks too.
+
+    Args:
+        shell: of IPython; None: there is none.
+        environ, exists: of this machine; for tests.
     """
     if any(name in environ for name in ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE")) or exists("/kaggle/working"):
         return Host.KAGGLE

@@ -13,7 +13,6 @@ import secrets
 import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from guava_nb.config.state_folder import private_temporary_folder
 from guava_nb.errors import ConfigError
 
 __all__ = ["Record", "began_at", "end_orphans", "end_process", "open_record", "private_folder", "remember", "runs"]
@@ -167,22 +167,9 @@ def private_folder() -> Path:
     """The folder of all records: of this user alone, on this machine.
 
     Raises:
-        ConfigError: another user made a folder of that name, so that it cannot be trusted.
+        ConfigError: as `private_temporary_folder`.
     """
-    user = getattr(os, "getuid", lambda: "user")()
-    folder = Path(tempfile.gettempdir()) / f"guava_nb-tunnels-{user}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as problem:
-        raise ConfigError(
-            f"{folder} cannot be made ({problem.strerror or problem}): mend that, or set TMPDIR to a folder of yours"
-        ) from problem
-    held = folder.lstat()
-    if folder.is_symlink() or (hasattr(os, "getuid") and (held.st_uid != user or held.st_mode & 0o077)):
-        raise ConfigError(
-            f"{folder} is open to other users or not yours: remove it, or set TMPDIR to a folder of yours"
-        )
-    return folder
+    return private_temporary_folder("guava_nb-tunnels")
 
 
 def _read(path: Path) -> Record | None:

@@ -29,7 +29,13 @@ def _layout(length: int, count: int) -> tuple[int, int]:
 
 
 def index_bytes(rows: int, length: int, count: int) -> int:
-    """Return the bytes of `count` places in each of `rows` rows of `length` elements."""
+    """Return the bytes of `count` places in each of `rows` rows of `length` elements.
+
+    Args:
+        rows: chunks.
+        length: elements of each.
+        count: of places in each.
+    """
     low, marks = _layout(length, count)
     return packed_bytes(rows * count, max(low, 0)) + packed_bytes(rows * marks, 1)
 
@@ -47,6 +53,10 @@ def encoded_indices(places: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 def decoded_indices(raw: Tensor, rows: int, length: int, count: int) -> Tensor:
     """Return the places, `[rows, count]` of int64, from `index_bytes` bytes.
+
+    Args:
+        raw: `[index_bytes]` of uint8: low bits, then marks.
+        rows, length, count: as for `index_bytes`.
 
     Raises:
         RemoteProtocolError: a row has another number of places, or they do not ascend, or one is beyond the row.

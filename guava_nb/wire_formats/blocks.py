@@ -64,7 +64,7 @@ class Blocks(WireFormat):
 
 
 def rounded_up(scales: Tensor, most: float) -> Tensor:
-    """Return scales, at least 0, as bfloat16: rounded up, at most `most`; NaN for one that is not finite."""
+    """Return scales `[blocks]`, at least 0, as bfloat16: rounded up, at most `most`; NaN for one that is not finite."""
     single = scales.to(torch.float32)
     # A float64 may have become smaller: one step up in the last place of float32.
     bits = single.view(torch.int32) + (single.to(scales.dtype) < scales)
@@ -75,7 +75,7 @@ def rounded_up(scales: Tensor, most: float) -> Tensor:
 
 
 def checked_scales(raw: Tensor, most: float) -> Tensor:
-    """Return the scales that `rounded_up` wrote, as float32, from their bytes.
+    """Return the scales that `rounded_up` wrote, `[blocks]` of float32, from their bytes, `[2 * blocks]` of uint8.
 
     Raises:
         RemoteProtocolError: one is below 0, above `most`, or too small.

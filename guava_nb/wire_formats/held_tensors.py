@@ -87,6 +87,11 @@ class HeldTensors:
     def take(self, count: int, messages: Sequence[Tensor], exact: Mapping[str, Tensor]) -> None:
         """Come nearer by a message.
 
+        Args:
+            count: elements of each 4,096 that were sent.
+            messages: encoded differences, each `[bytes]` of uint8.
+            exact: tensors that came as they are, by name.
+
         Raises:
             RemoteProtocolError: it does not fit these tensors; nothing has changed.
         """
@@ -182,5 +187,11 @@ def _pieces(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Itera
 
 
 def largest_count(numel: int, most_bytes: float, most: int) -> int:
-    """Return how many elements of each 4,096, `most` at most, fit a message of so many bytes; 0: not one."""
+    """Return how many elements of each 4,096, `most` at most, fit a message of so many bytes; 0: not one.
+
+    Args:
+        numel: elements in all.
+        most_bytes: of the message.
+        most: 4,096 at most.
+    """
     return bisect_right(range(1, most + 1), most_bytes, key=lambda count: TopK(count, CHUNK).encoded_bytes(numel))

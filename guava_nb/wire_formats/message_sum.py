@@ -25,6 +25,13 @@ def sum_of_messages(
 
     The same messages in the same order give the same bits wherever they are added: at the hub, or at each member.
 
+    Args:
+        wire_format: that encoded them.
+        messages: as `WireFormat.encode` made them.
+        numel: elements of each.
+        dtype: of the tensors that were encoded.
+        device: of the sum.
+
     Raises:
         RemoteProtocolError: one of them is none of that format and size.
     """
@@ -43,6 +50,9 @@ def mean_of_senders(
     device: Device = "cpu",
 ) -> Tensor:
     """Return of each element the mean of the messages in which it is not 0, `[numel]`, in the types of `sum_of_messages`.
+
+    Args:
+        wire_format, messages, numel, dtype, device: as for `sum_of_messages`.
 
     Raises:
         RemoteProtocolError: as `sum_of_messages`.

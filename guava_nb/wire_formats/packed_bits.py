@@ -30,7 +30,13 @@ def packed(numbers: Tensor, bits: int) -> Tensor:
 
 
 def unpacked(raw: Tensor, count: int, bits: int) -> Tensor:
-    """Return the `count` numbers, as int64 where they are cut across bytes and uint8 else, that `packed` put into uint8."""
+    """Return the `count` numbers, as int64 where they are cut across bytes and uint8 else, that `packed` put into uint8.
+
+    Args:
+        raw: `[packed_bytes(count, bits)]` of uint8.
+        count: of numbers.
+        bits: of each.
+    """
     if not bits:
         return raw.new_zeros(count)
     unit = 1 if 8 % bits else bits

@@ -38,8 +38,12 @@ class TopK(WireFormat):
     def __init__(self, count: int = 64, chunk: int = 4096, bits: int = 2, of_senders: bool = False) -> None:
         """Send so many values of each chunk, at so many bits.
 
-        `of_senders`: several messages come to the mean, element by element, of those that have it, not to their sum; only who
-        gets all of them can tell.
+        Args:
+            count: elements of each chunk that are sent.
+            chunk: elements that are compared with each other.
+            bits: of each value: 2, 4, 8 or 32.
+            of_senders: several messages come to the mean, element by element, of those that have it, not to their sum; only
+                a receiver of all of them can tell.
 
         Raises:
             ConfigError: the numbers make no format.

@@ -6,15 +6,14 @@ import contextlib
 import logging
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from guava_nb.config import DistributedConfig
+from guava_nb.config.state_folder import private_temporary_folder
 from guava_nb.errors import ConfigError
 from guava_nb.link.options import link_options
 from guava_nb.processes.interrupts import interrupts_call
@@ -78,7 +77,7 @@ def start_listening_worker(
     """Start a worker process that orchestrators dial; `code` of its handle is what they need, as soon as it listens.
 
     Raises:
-        ConfigError: the device is wrong; nothing was started.
+        ConfigError: the device is wrong, or the folder for its log cannot be trusted; nothing was started.
     """
     return _launch(ListenAt(host, port), device, name, config)
 
@@ -87,9 +86,7 @@ def _launch(
     where: JoinCode | ListenAt, device: str, name: str | None, config: DistributedConfig | None
 ) -> WorkerHandle:
     chosen = str(pick_device(device))
-    user = getattr(os, "getuid", lambda: "user")()  # the folder of another user could not be written to
-    folder = Path(tempfile.gettempdir()) / f"guava_nb-{user}"
-    return launch(where, chosen, name or "", log_folder=folder, config=config)
+    return launch(where, chosen, name or "", log_folder=private_temporary_folder("guava_nb"), config=config)
 
 
 def _device(gpu_id: int | str) -> torch.device:

@@ -406,7 +406,9 @@ def test_a_session_outlives_its_kernel(tmp_path: Path) -> None:
         assert "it goes on here with the same join code" in shown and code in shown
         laptop.run(SHARE)
         assert "--resume session" in shown
-        laptop.run(f"resumed = {TRAIN} --loss CrossEntropyLoss --epochs 20 --resume session")
+        laptop.run(f"import torch; torch.save(Net().state_dict(), {str(tmp_path / 'begun.pt')!r})")
+        line = f"{TRAIN} --loss CrossEntropyLoss --epochs 20 --weights {tmp_path / 'begun.pt'}"  # as a fine-tuning run begins
+        assert "begun.pt is not read (--weights)" in laptop.run(f"resumed = {line} --resume session")
         laptop.run("first = resumed.history[0]['step']; print(resumed.state, first, len(resumed.history))")
         assert laptop.run("print([w['worker'] for w in resumed.report()['workers']])").strip() == "['colab']"
         assert (

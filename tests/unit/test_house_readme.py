@@ -20,7 +20,7 @@ PAGES = sorted(
 ) + sorted(ROOT.glob("*.md"))  # fmt: skip
 README_LINES = 250
 #: About a page and a half. Longer are the wire's specification, whose tables tests compare, and a room with tables of states.
-ROOM_LINES, LONGER = 100, {"protocol", "training"}
+ROOM_LINES, LONGER = 100, {"protocol"}
 
 
 def text_of(path: Path) -> str:

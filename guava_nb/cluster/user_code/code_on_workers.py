@@ -56,6 +56,8 @@ class CodeOnWorkers:
         `device`, `worker` and `rank` are defined there.
 
         Args:
+            on: names of workers; None: all that are connected.
+            on_output: gets a worker's name and lines that it printed, as they come.
             text: the source; it sees what cells before it and `push` defined, and nothing of this process.
             cell: its name in tracebacks.
 
@@ -90,6 +92,8 @@ class CodeOnWorkers:
         there before is there, and what it defines can be pulled. Where one rank fails or is lost, all others are ended.
 
         Args:
+            on: names of workers; None: all that are connected.
+            on_output: gets a worker's name and lines that it printed, as they come.
             text: its source.
             arguments: its command line.
             name: in tracebacks.
@@ -122,6 +126,8 @@ class CodeOnWorkers:
         """Set names on workers; returns the workers. One that joins later does not get them.
 
         Args:
+            on: names of workers; None: all that are connected.
+            on_output: gets a worker's name and lines that it printed, as they come.
             values: numbers, text, lists, dicts, tensors, arrays and tables of pandas, by name.
 
         Raises:
@@ -137,6 +143,10 @@ class CodeOnWorkers:
     ) -> dict[str, dict[str, Any]]:
         """Return the values of names on workers, by worker and name; tensors arrive on the CPU.
 
+        Args:
+            names: that code there has defined.
+            on, on_output: as for `run_code`.
+
         Raises:
             ConfigError: a worker does not have the name, or the values are too large; or as for `run_code`.
         """
@@ -144,6 +154,10 @@ class CodeOnWorkers:
 
     def install(self, *packages: str, on: Sequence[str] | None = None, on_output: OnOutput = _quiet) -> dict[str, str]:
         """Have pip install packages at workers; torch, numpy and all that is loaded there keep their versions.
+
+        Args:
+            packages: as pip takes them, without options.
+            on, on_output: as for `run_code`.
 
         Returns:
             By worker, what was installed.
@@ -172,6 +186,10 @@ class CodeOnWorkers:
         """Put the user's own modules, text files and folders of them, where code at workers can import them.
 
         Sent again, a module that changed is loaded anew there. Workers that join later get those that were sent to all.
+
+        Args:
+            paths: of text files and folders here.
+            on, on_output: as for `run_code`.
 
         Returns:
             By worker, what is new, changed and loaded anew.

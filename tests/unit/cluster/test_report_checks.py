@@ -14,7 +14,15 @@ from guava_nb.cluster import line_rate as line_survey
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.job_events import FromWorker
-from guava_nb.cluster.report_checks import first_invalid_energy, first_invalid_rate, is_valid, without_invalid
+from guava_nb.cluster.notices import Notices
+from guava_nb.cluster.report_checks import (
+    first_invalid_energy,
+    first_invalid_rate,
+    is_valid,
+    shown_text,
+    without_invalid,
+)
+from guava_nb.cluster.roster import shortened
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.errors import LinkClosed
 from guava_nb.link.session_events import MessageArrived, SessionClosed
@@ -181,3 +189,27 @@ def test_odd_rates_and_odd_steps_name_the_worker(seated: Seated, monkeypatch: py
     seated.lose()
     assert [n.split(" reported")[0] for n in seated.notices if "an invalid" in n] == ["w", "w"]
     assert sum("line" in n for n in seated.notices) == 1
+
+
+CLIPBOARD, UP, TITLE = "\x1b]52;c;bHM=\x07", "\x1b[2A\x1b[J", "\x9b31;1H"
+
+
+@given(st.text(st.characters(codec="utf-8")))
+def test_a_terminal_obeys_nothing_in_a_worker_s_text_but_colours(text: str) -> None:
+    shown = shown_text(text)
+    assert len(shown) == len(text) and shown_text(shown) == shown
+    assert all(char in "\t\n\x1b" or not (ord(char) < 32 or 127 <= ord(char) < 160) for char in shown)
+    assert shown_text(f"\x1b[1;31mred\x1b[0m\t{text}").startswith("\x1b[1;31mred\x1b[0m\t")
+
+
+def test_control_characters_reach_neither_lines_nor_notices_nor_names() -> None:
+    log, notices, kept = OutputLog(None), Notices(), list[str]()
+    for text in (CLIPBOARD, UP, TITLE, "over\rwritten", "\x1b[1;31"):
+        log.add("a", "stdout", [text])
+        notices.add(text)
+        texts = dict.fromkeys(("name", "hostname", "device_name"), f"{text}\nworker-2 joined")
+        hello = shortened(Hello(program="spawned", versions={}, device="cpu", device_uuid="", **texts))
+        kept += [hello.name, hello.hostname, *log.tail("a"), notices.numbered(1)[0][1]]
+    assert not any(char in text for text in kept for char in "\x1b\x07\x9b\r\n")
+    log.add("a", "stdout", ["\x1b[32mgreen\x1b[0m"])
+    assert log.tail("a", 1) == ["\x1b[32mgreen\x1b[0m"]

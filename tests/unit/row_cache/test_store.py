@@ -45,6 +45,7 @@ def test_the_budget_holds_even_if_nobody_else_counts(opened: Callable[[int], Row
 
 def test_a_restart_finds_what_was_kept_and_a_neighbour_has_a_place_of_its_own(tmp_path: Path) -> None:
     first = DiskRows(tmp_path, 1 << 20)
+    assert [folder.stat().st_mode & 0o077 for folder in tmp_path.iterdir()] == [0], "another user could read samples"
     first.put(rows(10))
     second = DiskRows(tmp_path, 1 << 20)
     assert second.sizes() == {}

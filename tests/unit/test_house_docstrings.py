@@ -1,0 +1,100 @@
+"""What users call says of each argument what it is: public functions of three or more parameters have Args for each."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from guava_nb.spec.training_options import option_infos
+from tests.unit.test_house import PACKAGE, ROOT, SOURCES, Function, exported
+
+#: Rooms whose every public function is named by users, or by those who add one of a kind.
+ROOMS = ("launchers", "outer_methods", "split", "tunnels", "wire_formats")
+FEW = 3
+
+
+#: `@takes_options()` puts them in the place of the mark.
+OPTIONS = {"{options}": {one.name for one in option_infos()} | {"options"}}
+
+
+def documented(docstring: str) -> set[str]:
+    """The names of a docstring's Args and Attributes; several may share a line: `host, port: where it listens.`"""
+    found: set[str] = set().union(*(names for mark, names in OPTIONS.items() if mark in docstring))
+    is_inside = False
+    for line in docstring.splitlines():
+        if re.fullmatch(r"\w[\w ()]*:", line.strip()):
+            is_inside = line.strip() in ("Args:", "Attributes:")
+        elif is_inside and (names := re.match(r"\s*((?:\*{0,2}\w+(?: \(.*?\))?, )*\*{0,2}\w+)(?: \(.*?\))?:", line)):
+            found |= {name.strip(" *") for name in re.sub(r"\(.*?\)", "", names[1]).split(",")}
+    return found
+
+
+def parameters(function: Function) -> list[str]:
+    given = function.args
+    names = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
+    return [name.arg for name in names if name.arg not in ("self", "cls")]
+
+
+@cache
+def modules() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+
+
+def bases() -> dict[str, list[str]]:
+    return {
+        found.name: [ast.unparse(base).partition("[")[0] for base in found.bases]
+        for module in modules().values()
+        for found in module.body
+        if isinstance(found, ast.ClassDef)
+    }
+
+
+def of_users() -> set[str]:
+    """Classes and functions that users import from guava_nb or a room, with the classes that those are made of."""
+    inits = [PACKAGE / "__init__.py", *PACKAGE.glob("*/__init__.py"), *(PACKAGE / "datasets").glob("*.py")]
+    names, known = {name for path in inits for name in exported(path)}, bases()
+    waiting = list(names)
+    while waiting:
+        above = set(known.get(waiting.pop(), ())) - names
+        names |= above
+        waiting += above
+    return names
+
+
+def public_functions() -> Iterator[tuple[str, Function, str]]:
+    """Where it stands, the function, and its docstring; that of a constructor may stand at its class."""
+    users = of_users()
+    for path, module in modules().items():
+        is_open = path.relative_to(PACKAGE).parts[0] in ROOMS
+        for top in module.body:
+            name = getattr(top, "name", "_")
+            if name.startswith("_") or not (is_open or name in users):
+                continue
+            about = (ast.get_docstring(top) or "") if isinstance(top, ast.ClassDef | Function) else ""
+            inside = [one for one in top.body if isinstance(one, Function)] if isinstance(top, ast.ClassDef) else [top]
+            for function in inside:
+                if isinstance(function, Function) and (function.name == "__init__" or function.name[0] != "_"):
+                    own = ast.get_docstring(function) or ""
+                    told = f"{about}\n{own}" if function.name == "__init__" else own
+                    yield f"{path.relative_to(ROOT)}:{function.lineno} {function.name}", function, told
+
+
+def test_what_users_call_says_what_each_argument_is() -> None:
+    found = [(where, parameters(function), docs) for where, function, docs in public_functions()]
+    assert len(found) > 300
+    lacking = [
+        f"{where}: {', '.join(missing)}"
+        for where, names, docs in found
+        if len(names) >= FEW and (missing := [name for name in names if name not in documented(docs)])
+    ]
+    assert not lacking, "\n".join(lacking)
+
+
+def test_arguments_are_read_from_a_docstring() -> None:
+    text = (
+        "Do.\n\nArgs:\n    one, *two: both.\n        more: of these\n    three (int): third.\n\nReturns:\n    four: no."
+    )
+    assert documented(text) >= {"one", "two", "three"} and "four" not in documented(text)
