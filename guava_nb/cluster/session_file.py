@@ -7,14 +7,13 @@ themselves. A second file beside it is locked as long as a process has the sessi
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
+from guava_nb.config.state_folder import write_private
 from guava_nb.errors import ConfigError
 from guava_nb.transport.certificate import Certificate
 
@@ -95,15 +94,7 @@ class SessionFile:
 
     def save(self, session: SavedSession) -> None:
         """Write it, readable by this user alone; the old one stays whole until the new one is."""
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.stem}-")  # mode 0600
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(msgspec.json.encode(session))
-            Path(name).replace(self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                Path(name).unlink()
-            raise
+        write_private(self.path, msgspec.json.encode(session))
 
     @property
     def run_path(self) -> Path:

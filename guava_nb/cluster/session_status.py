@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from guava_nb.config.state_folder import state_folder
+from guava_nb.config.state_folder import state_folder, write_private
 from guava_nb.status import Status
 from guava_nb.tunnels.records import began_at, runs
 
@@ -80,16 +79,7 @@ class StatusWriter:
                 return
 
     def _write(self, status: Status) -> None:
-        content = msgspec.msgpack.encode(ShownStatus(os.getpid(), self._began, time.time(), status))
-        handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.stem}-")  # mode 0600
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.replace(name, self._path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        write_private(self._path, msgspec.msgpack.encode(ShownStatus(os.getpid(), self._began, time.time(), status)))
 
     def close(self) -> None:
         """Write no more; the session is over, and nothing is left to show. May be called again."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from guava_nb.errors import ConfigError
 
-__all__ = ["private_temporary_folder", "state_folder", "sync_folder"]
+__all__ = ["private_temporary_folder", "state_folder", "sync_folder", "write_private"]
 
 
 def state_folder() -> Path:
@@ -37,6 +37,23 @@ def private_temporary_folder(name: str) -> Path:
             f"{folder} is open to other users or not yours: remove it, or set TMPDIR to a folder of yours"
         )
     return folder
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Put a file in place as a whole, readable by this user alone.
+
+    Raises:
+        OSError: it cannot be written; the one that was there is as it was.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")  # mode 0600
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

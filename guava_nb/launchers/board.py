@@ -7,12 +7,11 @@ or Slurm it is a folder of this user that all their machines see, as a home fold
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
+from guava_nb.config.state_folder import write_private
 from guava_nb.errors import ConfigError
 
 __all__ = ["Board", "FolderBoard", "StoreBoard"]
@@ -58,10 +57,7 @@ class FolderBoard:
 
     def put(self, key: str, text: str) -> None:
         """Leave a text, whole at once."""
-        handle, name = tempfile.mkstemp(dir=self.folder)  # mode 0600
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, self.folder / key)
+        write_private(self.folder / key, text.encode())
 
     def get(self, key: str) -> str | None:
         """The text, None where there is none."""

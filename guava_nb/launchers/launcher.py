@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from guava_nb.config.state_folder import write_private
 from guava_nb.config.values import near
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.joincode import JoinCode
@@ -174,11 +174,7 @@ class Launcher(ABC):
 
 def write_secret(path: Path, text: str) -> None:
     """Write a file of mode 0600, whole at once."""
-    partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-    partial.replace(path)
+    write_private(path, f"{text}\n".encode())
 
 
 def remove_secret(path: Path) -> None:

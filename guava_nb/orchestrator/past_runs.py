@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from guava_nb.config.state_folder import write_private
 from guava_nb.status import RunStatus
 from guava_nb.training.run import Run
 
@@ -114,7 +113,7 @@ class PastRuns:
 
     def _write(self, suffix: str, content: object) -> None:
         with contextlib.suppress(OSError):
-            _write(self._file(suffix), msgspec.msgpack.encode(content))
+            write_private(self._file(suffix), msgspec.msgpack.encode(content))
 
     def _forget_now(self) -> None:
         with contextlib.suppress(OSError):
@@ -124,16 +123,3 @@ class PastRuns:
 def _number(run_id: str) -> int:
     found = re.match(r"run-(\d+)", run_id)
     return int(found[1]) if found else 0
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace a file as a whole; readable by its user alone."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise

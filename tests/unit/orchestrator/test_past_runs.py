@@ -7,6 +7,9 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from guava_nb.orchestrator import past_runs
 from guava_nb.orchestrator.past_runs import KILLED, PastRuns
 from guava_nb.status import EpochFigures
 from guava_nb.training.run import Run
@@ -58,6 +61,22 @@ def test_a_run_whose_process_is_killed_is_found_by_the_next_one(tmp_path: Path) 
     assert [(one.run_id, one.state, one.message) for one in then.all()] == [("run-1", "killed", KILLED)]
     assert then.next_id == "run-2" and not kept.exists()
     assert [one.state for one in PastRuns(lambda: session).all()] == ["killed"], "once"
+    run.end("done")
+
+
+def test_a_run_that_goes_on_is_noted_soon_and_then_more_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past_runs, "FIRST_KEPT_S", 0.01)
+    session, run = tmp_path / "session.json", Run("run-1", "data", 3, None)
+    waits: list[float | None] = []
+    wait = run.wait
+    monkeypatch.setattr(run, "wait", lambda timeout=None: waits.append(timeout) or wait(timeout))
+    run.begin()
+    PastRuns(lambda: session).follow(run)
+    run.add_step({"step": 1, "epoch": 1, "loss": 1.0, "samples": 4, "learning_rate": 0.1})
+    wait_until(lambda: len(waits) >= 4, lambda: f"noted again after {waits}", 10)
+    (killed,) = PastRuns(lambda: session).all()
+    assert (killed.state, killed.step) == ("killed", 1)
+    assert waits[:4] == [0.01, 0.02, 0.04, 0.08]
     run.end("done")
 
 
