@@ -15,6 +15,7 @@ from guava_nb.errors import ConfigError
 from guava_nb.processes.launcher import expect_workers
 from guava_nb.render.text import to_text
 from guava_nb.spec.loading import loading_without_collections
+from guava_nb.spec.training_options import TrainingOptions, option_infos
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DemoOptions", "add_command", "make_loaders", "options_from", "run_demo"]
 
-MODEL = "guava_nb.cli.demo_model:DigitNet"
+MODEL, LOSS = "guava_nb.cli.demo_model:DigitNet", "CrossEntropyLoss"
+_OF_ROUNDS = ("sync_every", "outer", "sync_delay")
 THREADS = (
     1  # in each process: its tensors are small, and threads that wait for each other need cores that nothing else uses
 )
@@ -39,6 +41,7 @@ class DemoOptions:
         check: also train plain PyTorch and compare.
         sync: "step", or "local" for rounds of `sync_every` local steps.
         outer: how the workers' ways of such a round become new weights.
+        sync_delay: local steps that workers go on with while these travel.
     """
 
     workers: int = 2
@@ -53,6 +56,7 @@ class DemoOptions:
     sync: str = "step"
     sync_every: int = 10
     outer: str = "average"
+    sync_delay: int = 0
     report: Path | None = None
     tls: bool = True
 
@@ -60,10 +64,10 @@ class DemoOptions:
         """Refuse what the configuration cannot know of."""
         if self.mode not in MODES:
             raise ConfigError(f"--mode {self.mode} is unknown; choose one of: {', '.join(MODES)}")
-        if self.outer != "average" and self.sync != "local":
-            raise ConfigError(
-                f"--outer {self.outer} is of rounds of local steps: give --sync local too, or leave it out"
-            )
+        for word, given in (("--outer", self.outer), ("--sync-delay", self.sync_delay)):
+            if given not in ("average", 0) and self.sync != "local":
+                raise ConfigError(f"{word} {given} is of rounds of local steps: give --sync local too, or leave it out")
+        TrainingOptions(criterion=LOSS, sync=self.sync, **self.rounds())  # refuses what a run would refuse
         if self.sync == "local" and self.mode != "data":
             raise ConfigError(f"--sync local lets every worker take steps of its own, and in {self.mode} mode none can")
         if self.mode == "hybrid" and (self.workers < 4 or self.workers % 2):
@@ -76,6 +80,10 @@ class DemoOptions:
             raise ConfigError(f"--shares must be greater than 0, not {min(self.shares):g}")
         if self.report is not None:
             check_report_path(self.report)
+
+    def rounds(self) -> dict[str, Any]:
+        """Return the options of a run's rounds of local steps; none where every step is exchanged."""
+        return {name: getattr(self, name) for name in _OF_ROUNDS} if self.sync == "local" else {}
 
     def config(self) -> DistributedConfig:
         """Return the settings; the environment and files of the current folder have no say in a demo."""
@@ -111,12 +119,10 @@ def add_command(commands: Any) -> None:
         choices=("step", "local"),
         help="exchange gradients in each step, or rounds of local steps (%(default)s)",
     )
-    add("--sync-every", type=int, metavar="H", help="steps of a round of --sync local (%(default)s)")
-    add(
-        "--outer",
-        choices=("average", "nesterov", "sparse", "partial"),
-        help="what such a round goes into: the mean of the weights, DiLoCo, SparseLoCo, partial averaging (%(default)s)",
-    )
+    for info in option_infos():
+        if info.name in _OF_ROUNDS:
+            kind = {"choices": info.choices} if info.choices else {"type": int, "metavar": "N"}
+            add(f"--{info.flag}", **kind, help=f"with --sync local: {info.text.replace('%', '%%')}")
     add("--report", type=Path, metavar="FILE", help="write all figures as JSON")
     add("--no-tls", dest="tls", action="store_false", help="do not encrypt the connections")
     parser.set_defaults(**{**asdict(DemoOptions()), "precision": None})
@@ -200,13 +206,12 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
             train_loader,
             val_loader,
             num_epochs=options.epochs,
-            criterion="CrossEntropyLoss",
+            criterion=LOSS,
             optimizer="Adam",
             optimizer_args={"lr": options.learning_rate},
             shares=options.shares,
             sync=options.sync,
-            sync_every=options.sync_every if options.sync == "local" else None,
-            outer=options.outer if options.sync == "local" else None,
+            **options.rounds(),
         )
         report = training.result().report()
         if options.mode != "data":
@@ -227,7 +232,7 @@ def _check(options: DemoOptions, model: Module, losses: list[float]) -> dict[str
     if options.sync == "local":
         outer = OuterLoop(plain, options.outer, len(shares))
         plain_losses = train_local(
-            plain, loader, options.epochs, options.learning_rate, shares, options.sync_every, outer
+            plain, loader, options.epochs, options.learning_rate, shares, options.sync_every, outer, options.sync_delay
         )
     else:
         plain_losses = train_plain(plain, loader, options.epochs, options.learning_rate)

@@ -107,9 +107,7 @@ class OuterLoop:
         for worker, one in enumerate(replicas):
             one.load_state_dict(self._model.state_dict())
             if self._method == "partial":  # each goes on with what it did not send of its own way
-                kept = _flat(one) - self._owed[worker]
-                for parameter, value in zip(*_parts(one, kept), strict=True):
-                    parameter.copy_(value)
+                _put(one, _flat(one) - self._owed[worker])
 
     def _mean_of_senders(self, ways: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return of each element the mean of the workers that send it; what was kept so far is in their ways."""
@@ -129,6 +127,7 @@ class OuterLoop:
         return arrived
 
 
+@torch.no_grad()
 def _flat(model: nn.Module) -> torch.Tensor:
     """All parameters in one tensor, the last one first: so do gradients become ready, and so they travel."""
     return nn.utils.parameters_to_vector(reversed(list(model.parameters())))
@@ -140,6 +139,12 @@ def _parts(model: nn.Module, flat: torch.Tensor) -> tuple[list[nn.Parameter], li
     return parameters, [part.view_as(one) for one, part in zip(parameters, parts, strict=True)]
 
 
+@torch.no_grad()
+def _put(model: nn.Module, flat: torch.Tensor) -> None:
+    for parameter, value in zip(*_parts(model, flat), strict=True):
+        parameter.copy_(value)
+
+
 def train_local(
     model: nn.Module,
     loader: Batches,
@@ -148,6 +153,7 @@ def train_local(
     shares: Sequence[float],
     every: int,
     outer: OuterLoop,
+    delay: int = 0,
 ) -> list[float]:
     """Train in place by rounds of local steps, each of which ends with a step of `outer`.
 
@@ -156,6 +162,8 @@ def train_local(
     Args:
         shares: relative share of each worker.
         every: local steps of a round; an epoch ends one.
+        delay: local steps of the next round that begin where this one ended at each worker (arXiv 2006.00441); what they came to
+            is added to the common weights after them.
 
     Returns:
         The mean loss of every round.
@@ -163,12 +171,17 @@ def train_local(
     replicas = [copy.deepcopy(model) for _ in shares]
     inner = [torch.optim.Adam(replica.parameters(), lr=learning_rate) for replica in replicas]
     criterion = nn.CrossEntropyLoss(reduction="sum")
-    losses = []
+    losses, delay = [], delay if len(replicas) > 1 else 0
+    sent: dict[int, torch.Tensor] = {}  # where the round before ended, by worker
     for _ in range(num_epochs):
         batches = iter(loader)
         while batch := list(itertools.islice(batches, every)):
-            loss_sum, seen = 0.0, [0] * len(replicas)
-            for images, labels in batch:
+            loss_sum, seen, common = 0.0, [0] * len(replicas), [_flat(one) for one in replicas]
+            for worker, end in sent.items():
+                _put(replicas[worker], end)
+            for number, (images, labels) in enumerate(batch):
+                for worker, end in sent.items() if number == min(delay, len(batch) - 1) else ():
+                    _put(replicas[worker], common[worker] + _flat(replicas[worker]) - end)
                 for worker, (first, last) in enumerate(share_ranges(len(labels), shares)):
                     if last > first:
                         inner[worker].zero_grad()
@@ -177,6 +190,7 @@ def train_local(
                         inner[worker].step()
                         loss_sum, seen[worker] = loss_sum + float(loss.detach()), seen[worker] + last - first
             losses.append(loss_sum / sum(seen))
+            sent = {worker: _flat(replicas[worker]) for worker, rows in enumerate(seen) if rows and delay}
             outer.step(replicas, seen)
     return losses
 

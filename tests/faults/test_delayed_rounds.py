@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -156,39 +155,6 @@ def test_two_runs_that_go_on_from_a_checkpoint_come_to_the_same(tmp_path: Path) 
     assert [(run.lost_samples, run.duplicated_samples) for run in runs] == [(0, 0)] * 2
     assert runs[0].history[-1]["step"] == 3 + 14  # those of the checkpoint, and two epochs
     assert "takes 2 steps of the next one with its own weights" in told[0]
-
-
-def test_workers_that_come_and_go_keep_replicas_alike_and_every_sample(cluster: Cluster) -> None:
-    hashes: dict[int, set[str]] = defaultdict(set)
-    joined: list[DirectWorker] = []
-
-    def watch(worker: DirectWorker, message: Message) -> None:
-        if isinstance(message, StepApplied) and message.parameter_hash and not worker.dead:
-            hashes[message.step].add(message.parameter_hash)
-        if isinstance(message, Ready) and message.step % 3 == 2 and worker in joined[:-1]:
-            worker.die()
-
-    class Join:
-        def on_step(self, run: Run, record: dict[str, Any]) -> None:
-            if record["round"] % 3 == 1 and record["round"] < 16:
-                joined.append(DirectWorker(cluster, f"late{len(joined)}", watch))
-                joined[-1].start()
-                cluster.wait_for(sum(not one.dead for one in joined) + 2, 10)
-
-    start(cluster, [watch, watch])
-    run_spec = spec(
-        rounds=RoundSpec("average", 1.0, 0.0, sync_delay=2), optimizer=Factory("SGD", {"lr": 0.05, "momentum": 0.5}),
-        hash_every_steps=1,
-    )  # fmt: skip
-    job = job_for(cluster, run_spec, plan_for(loader(101, 16), 6, sync_every=EVERY, callbacks=[Join()]))
-    job.start()
-    run = finish(job.run)
-    assert len(run.history) == 18 and any(one.dead for one in joined)
-    assert (run.lost_samples, run.duplicated_samples) == (0, 0)
-    assert sum(record["samples"] for record in run.history) == 606
-    assert sorted(hashes) == list(range(18)) and all(len(found) == 1 for found in hashes.values())
-    _, undisturbed = by_hand(run_spec, loader(101, 16), 2, EVERY, 6)
-    assert sum(losses_of(run)[-6:]) == pytest.approx(sum(undisturbed[-6:]), rel=0.02)
 
 
 def test_nan_in_early_steps_is_told_in_the_rounds_turn_and_the_one_before_counts(cluster: Cluster) -> None:
