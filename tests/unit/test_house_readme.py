@@ -19,8 +19,8 @@ PAGES = sorted(
     path for folder in ("guava_nb", "notebooks", "tests") for path in (ROOT / folder).rglob("*.md")
 ) + sorted(ROOT.glob("*.md"))  # fmt: skip
 README_LINES = 250
-#: About a page and a half. Longer are the wire's specification, whose tables tests compare, and two rooms with tables of states.
-ROOM_LINES, LONGER = 100, {"protocol", "sync", "training"}
+#: About a page and a half. Longer are the wire's specification, whose tables tests compare, and a room with tables of states.
+ROOM_LINES, LONGER = 100, {"protocol", "training"}
 
 
 def text_of(path: Path) -> str:

@@ -1,6 +1,6 @@
 """How a commit looks after the next two changes: MODELS of the machines, since there is no code of them yet.
 
-All else that is explored drives the real machines; here the rules of `guava_nb/sync/README.md` are tried before any code.
+All else that is explored drives the real machines; here the rules of `guava_nb/sync/commit.md` are tried before any code.
 
 `GatedStep`: the finite flag gates the optimizer on the device, so a worker steps on its own as soon as all of a step's sums
 are here, and hears of the commit during the forward of the next step. `Round`: the unit is a round of local steps whose sum
