@@ -261,7 +261,7 @@ def session(num: int, args: argparse.Namespace) -> Iterator[Orchestrator]:
             for process in processes:
                 process.terminate()
             for process in processes:
-                process.wait(30)
+                process.wait(120)  # one that leaves hands its state over
 
 
 if __name__ == "__main__":
