@@ -86,9 +86,8 @@ class SyncAdvice:
                 outer, wire = _rounds_of_auto(run)
                 rounds = options.synced("local", ROUNDS[0], outer=outer, wire=wire)
                 choice = self._choose(run, cluster, refused, rounds)
-        chosen = options.synced(
-            choice.sync, choice.sync_every, choice.is_uneven, rounds.outer or "", rounds.wire, choice.sync_delay
-        )
+        of_rounds = {"outer": rounds.outer, "wire": rounds.wire, "sync_delay": choice.sync_delay}
+        chosen = options.synced(choice.sync, choice.sync_every, choice.is_uneven, **of_rounds)
         return chosen, choice
 
     def _choose(

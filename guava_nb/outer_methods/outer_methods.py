@@ -6,18 +6,17 @@ pseudo-gradient. The outer step takes their mean, weighted by samples, as the gr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from guava_nb.wire_formats.dense import Unchanged
-from guava_nb.wire_formats.error_feedback import ErrorFeedback
 from guava_nb.wire_formats.top_k import TopK
 from guava_nb.wire_formats.wire_format import WireFormat
 
-__all__ = ["OUTER_METHODS", "OuterMethod", "mixed", "pseudo_gradient", "sparse_format", "weighted_mean"]
+__all__ = ["OUTER_METHODS", "OuterMethod", "mixed", "pseudo_gradient", "sparse_format"]
 
 _CHUNK = 4096
 
@@ -29,22 +28,6 @@ def pseudo_gradient(before: Tensor, after: Tensor) -> Tensor:
     """
     dtype = torch.promote_types(before.dtype, torch.float32)
     return before.detach().to(dtype) - after.detach().to(dtype)
-
-
-def weighted_mean(contributions: Iterable[tuple[float, Tensor]]) -> Tensor:
-    """Return the mean of flat tensors, `[numel]`, by weights such as samples; added in their order, so the bits repeat.
-
-    Raises:
-        ValueError: there are none, or the weights add up to 0.
-    """
-    given = list(contributions)
-    total = sum(weight for weight, _ in given)
-    if not total > 0:
-        raise ValueError(f"the weights of {len(given)} contributions add up to {total}; a mean needs more than 0")
-    mean = torch.zeros_like(given[0][1])
-    for weight, flat in given:
-        mean += flat * (weight / total)
-    return mean
 
 
 def mixed(own: Tensor, sent: Tensor, common: Tensor, mixing: float | None = None) -> Tensor:
@@ -83,10 +66,6 @@ class OuterMethod:
     wire_format: WireFormat = field(default_factory=Unchanged)
     decay: float = 1.0
     keeps_rest: bool = False
-
-    def feedback(self) -> ErrorFeedback:
-        """Return a member's encoder, without residuals; it takes one `commit` or `discard` a round."""
-        return ErrorFeedback(self.wire_format, self.decay)
 
     def step(self, weights: Tensor, gradient: Tensor, buffer: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the new weights and the new momentum buffer; what was given stays as it is.

@@ -125,8 +125,9 @@ class TrainingOptions:
             machine; "local" lets each worker take `sync_every` steps on its own part of the batches and then takes one common
             step, which sends that much less over slow lines and is another algorithm (DiLoCo, local SGD). Data mode at the hub.
             "auto" measures lines and steps before the run, takes "step" where the line costs less than a quarter of the
-            computing, else the shortest rounds of which the line takes a tenth (of outer "partial" in runs
-            of 4,000 steps and more, unless a wire is given), and says what it chose.
+            computing, else the shortest rounds in which workers wait for it a tenth of the time, with a sync_delay as long as
+            an exchange takes and wire int4, or outer "partial" in runs of 4,000 steps and more (a wire that is given stays),
+            and says what it chose.
         sync_every: optimizer steps of a round of local sync; by default 30.
         outer: what the workers' mean way of a round goes into: "nesterov" (DiLoCo), "average", the mean of their weights,
             "sparse" (SparseLoCo), which sends the largest 1/64 of each worker's way at 2 bits and the rest with later rounds, or
@@ -359,32 +360,15 @@ class TrainingOptions:
             )
         return replace(settled, max_grad_norm=settled.max_grad_norm or None)
 
-    def synced(
-        self,
-        sync: str,
-        sync_every: int,
-        unlike: bool = False,
-        outer: str = "average",
-        wire: str = "",
-        sync_delay: int = 0,
-    ) -> Self:
+    def synced(self, sync: str, sync_every: int, unlike: bool = False, **rounds: Any) -> Self:
         """Return settled options with what sync="auto" has chosen; rounds of `unlike` workers have measured shares.
 
-        Its rounds are of `outer`, and their messages in the format `wire`, where that is given.
+        `rounds` are options that only rounds of local steps take: outer, wire, sync_delay.
         """
         shares = MEASURED if unlike and self.shares is None else self.shares
         shares = None if sync == "step" and shares == MEASURED else shares
-        if sync == "step":
-            return replace(self, sync=sync, sync_every=sync_every, shares=shares, outer=None)._with_rounds()
-        return replace(
-            self,
-            sync=sync,
-            sync_every=sync_every,
-            shares=shares,
-            outer=outer,
-            wire=wire or self.wire,
-            sync_delay=sync_delay,
-        )._with_rounds()
+        chosen = rounds if sync == "local" else {"outer": None}
+        return replace(self, sync=sync, sync_every=sync_every, shares=shares, **chosen)._with_rounds()
 
     def _with_rounds(self) -> Self:
         """Fill in what a round of local sync is like; of a run that exchanges every step a round is one step."""

@@ -1,19 +1,18 @@
 """What a lossy format left out, kept by the sender and sent with the next message (error feedback).
 
 Over many messages nothing is lost: the sum of what was sent and the residual is the sum of what was given. The residual is state
-with an owner, who keeps it through checkpoints and may hand it to another member: residuals add up.
+with an owner.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from guava_nb.errors import LocalProtocolError, RemoteProtocolError
+from guava_nb.errors import LocalProtocolError
 from guava_nb.wire_formats.wire_format import WireFormat, accumulation_dtype
 
 __all__ = ["ErrorFeedback", "Sent"]
@@ -99,45 +98,7 @@ class ErrorFeedback:
         """What was encoded since the last commit does not count; the next message is as if it had never been."""
         self._proposed.clear()
 
-    # ----------------------------------------------------------------------------------------------------- its owner's
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the committed residuals by key, `[numel]` each, as copies on the CPU."""
-        return {name: residual.to("cpu", copy=True) for name, residual in self._committed.items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
-        """Take these residuals in place of all that are here; arguments and errors as in `take_over`."""
-        _check(state, sizes)
-        self._committed, self._proposed = {}, {}
-        self.take_over(state, sizes)
-
-    def take_over(self, state: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
-        """Add the residuals of a member that leaves: what it still owed is sent from here.
-
-        Args:
-            state: what its `state_dict` gave.
-            sizes: elements of every tensor that is sent, by key.
-
-        Raises:
-            RemoteProtocolError: a key, size or type is not one of those, or a value is not finite; then nothing was taken.
-        """
-        _check(state, sizes)
-        for name, residual in state.items():
-            mine = self._committed.get(name)
-            self._committed[name] = residual.clone() if mine is None else mine + residual.to(mine.device)
-
     def norm(self) -> float:
         """Return the 2-norm of all residuals, proposed ones included: what a loss of their owner would lose."""
         norms = [float(residual.norm()) for residual in (self._committed | self._proposed).values()]
         return math.hypot(*norms)
-
-
-def _check(state: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
-    for name, residual in state.items():
-        if residual.shape != (sizes.get(name, -1),) or residual.dtype not in (torch.float32, torch.float64):
-            raise RemoteProtocolError(
-                f"the residual {name[:40]!r} has shape {tuple(residual.shape)[:4]} and type {residual.dtype}; "
-                f"{sizes.get(name, 'no')} elements of float32 or float64 were expected"
-            )
-        if not bool(residual.isfinite().all()):
-            raise RemoteProtocolError(f"the residual {name[:40]!r} has values that are not finite")

@@ -1,9 +1,9 @@
-"""Messages of several members added up, and the shorter of the two ways to send the sum back."""
+"""Messages of several members added up."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from guava_nb.wire_formats.top_k import TopK
 from guava_nb.wire_formats.wire_format import Device, WireFormat, accumulation_dtype
 
-__all__ = ["WayDown", "mean_of_senders", "shorter_way_down", "sum_of_messages"]
+__all__ = ["mean_of_senders", "sum_of_messages"]
 
 
 def sum_of_messages(
@@ -69,32 +69,3 @@ def mean_of_senders(
         places = torch.cat(touched)
         total[places] = total[places] / senders[places].clamp_(min=1)
     return total
-
-
-class WayDown(NamedTuple):
-    """How the sum of several messages goes to one member.
-
-    Attributes:
-        is_forwarded: it gets the messages of all others, and adds them up with its own; else it gets the encoded sum.
-        nbytes: what it gets.
-    """
-
-    is_forwarded: bool
-    nbytes: int
-
-
-def shorter_way_down(
-    up: WireFormat, down: WireFormat, numel: int, members: int, dtype: torch.dtype = torch.float32
-) -> WayDown:
-    """Return the way of fewer bytes; of equal ones the forwarding, which loses nothing more and leaves the hub no residual.
-
-    Args:
-        up: the format of the members' messages.
-        down: that of the sum; it needs error feedback of the hub's own unless it is exact.
-        numel: elements of the tensor.
-        members: how many send and receive.
-        dtype: of the tensor.
-    """
-    forwarded = (members - 1) * up.encoded_bytes(numel, dtype)
-    encoded = down.encoded_bytes(numel, dtype)
-    return WayDown(True, forwarded) if forwarded <= encoded else WayDown(False, encoded)

@@ -7,7 +7,6 @@ memory, little endian.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from guava_nb.errors import LocalProtocolError, RemoteProtocolError
 
-__all__ = ["Device", "WireFormat", "accumulation_dtype", "flattened", "parts_of"]
+__all__ = ["Device", "WireFormat", "accumulation_dtype"]
 
 Device = torch.device | str
 
@@ -101,21 +100,3 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     if not dtype.is_floating_point:
         raise LocalProtocolError(f"elements of {dtype} have no wire format; they travel as they are")
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of tensors of one type and device one after another, `[numel]`: small ones share blocks and chunks."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)
-
-
-def parts_of(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return the tensors of these shapes that `flattened` put together, as views of `flat`, `[numel]`.
-
-    Raises:
-        LocalProtocolError: the shapes have another number of elements.
-    """
-    sizes = [math.prod(shape) for shape in shapes]
-    if sum(sizes) != flat.numel():
-        raise LocalProtocolError(f"{flat.numel()} elements were to be cut into shapes of {sum(sizes)}")
-    parts = torch.split_with_sizes(flat, sizes)
-    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]

@@ -90,7 +90,11 @@ def test_a_slow_line_gets_rounds_and_a_fast_one_gets_exact_steps(
         warnings.simplefilter("ignore", UserWarning)  # of a line over which alone may be faster
         run = session.orch.start_training(loader(), num_epochs=1, progress=False, **options(sync="auto"))
     assert (run.report()["sync"], run.report()["steps"]) == ("local", 4)
-    assert len(told(session, "sync auto: an exchange after each")) == 1
+    (sentence,) = told(session, "sync auto: an exchange after each")
+    assert "(sync_delay)" in sentence and "sent as int4 (wire)" in sentence
+    assert told(session, "While what a round came to travels") and told(
+        session, "the ways of a round of several workers travel as int4"
+    )
 
     # A way that the user chose is compared all the same.
     compared = session.orch.forecast(loader(), None, 1, **options())

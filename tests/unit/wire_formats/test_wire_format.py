@@ -13,7 +13,7 @@ from torch import Tensor
 from guava_nb.errors import LocalProtocolError, RemoteProtocolError
 from guava_nb.wire_formats.registry import WIRE_FORMATS
 from guava_nb.wire_formats.top_k import TopK
-from guava_nb.wire_formats.wire_format import WireFormat, flattened, parts_of
+from guava_nb.wire_formats.wire_format import WireFormat
 
 SPARSE = [
     TopK(), TopK(64, 4096, 4), TopK(3, 20, 8), TopK(3, 20, 32), TopK(9, 20, 4), TopK(20, 20, 2), TopK(1, 1, 4)
@@ -111,14 +111,3 @@ def test_whole_numbers_and_shapes_are_not_encoded() -> None:
         WIRE_FORMATS["int8"].encode(torch.arange(3))
     with pytest.raises(LocalProtocolError, match="2 axes"):
         WIRE_FORMATS["int8"].encode(torch.zeros(3, 3))
-
-
-def test_small_tensors_share_chunks() -> None:
-    tensors = [torch.randn(3, 4), torch.randn(()), torch.zeros(0, 5), torch.randn(7)]
-    wire, shapes = TopK(20, 20, 32), [tensor.shape for tensor in tensors]
-    flat = flattened(tensors)
-    assert wire.encoded_bytes(flat.numel()) == 20 * 4 and flattened([]).shape == (0,)
-    for back, tensor in zip(parts_of(arrived(wire, flat), shapes), tensors, strict=True):
-        assert torch.equal(back, tensor)
-    with pytest.raises(LocalProtocolError, match="20 elements"):
-        parts_of(flat, shapes[:2])
