@@ -36,6 +36,7 @@ from guava_nb.notebook.up import (
     code_to_dial,
     first_settings,
     goes_on_notes,
+    look_at_tunnel,
     lost_run,
     new_orchestrator,
     orchestrator_settings,
@@ -102,9 +103,11 @@ class NotebookSession:
             say(caution)
         notes = self._new_settings(settings) if self.is_open else []
         if not self.is_open:
+            listens = args.connect is None or args.local or args.tunnel
+            ask = look_at_tunnel(args.tunnel, self._token_prompt()) if listens else None
             orchestrator = self._new_orchestrator(**{**first_settings(args), **settings})
-            if args.connect is None or args.local or args.tunnel:
-                orchestrator.open(args.tunnel, self._token_prompt())
+            if listens:
+                orchestrator.open(args.tunnel, ask)
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
             notes += goes_on_notes(orchestrator, args.local or 0)
             notes += self.cells.share_all(orchestrator)

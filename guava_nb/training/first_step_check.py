@@ -386,7 +386,7 @@ class FirstStepCheck:
             with_what = "of the last snapshot (or as the model is built, before there is one)"
         return (
             f", with the weights {with_what}, since no worker has all of the present ones: what couples samples only in "
-            "a trained model (an early exit, a threshold of confidence) is found there in data mode and with zero_stage=1 (--zero 1)"
+            "a trained model (an early exit, a threshold) is found at once in data mode and with zero_stage=1 (--zero 1)"
         )
 
     def _say(self, verdict: Verdict, again: str = "") -> None:
