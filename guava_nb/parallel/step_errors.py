@@ -7,13 +7,15 @@ has never heard of.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from guava_nb.errors import TrainingError
+from guava_nb.errors import GuavaError, TrainingError
 
-__all__ = ["explained"]
+__all__ = ["explained", "explaining_stages"]
 
 #: Where the autograd functions of spread layers are called.
 _HERE = Path(__file__).parent
@@ -50,6 +52,38 @@ def explained(error: BaseException, is_sharded: bool) -> TrainingError | None:
             f"through the functions by which {layers}: {way}, or torch.autograd.grad instead of the transform"
         )
     return None
+
+
+@contextmanager
+def explaining_stages(stage: int, stages: int) -> Iterator[None]:
+    """Say that what other stages keep is not here, where the user's code misses something.
+
+    Args:
+        stage: whose layers run here, from 0.
+        stages: how many there are.
+
+    Raises:
+        TrainingError: instead of the KeyError, IndexError or AttributeError, or the TypeError on None.
+    """
+    try:
+        yield
+    except Exception as error:
+        one: BaseException | None = error
+        while one is not None and not _is_missing(one):
+            one = one.__cause__
+        if one is None or isinstance(error, GuavaError):
+            raise
+        raise TrainingError(
+            f"{type(one).__name__}: {one} in a layer, a hook or the loss of stage {stage + 1} of {stages}. In pipeline mode each "
+            "worker runs the layers of its stage only, so what layers and hooks of another stage keep (in a dict, a list, an "
+            "attribute, a global) is not there. Hand it on as an output of the layer, keep these layers in one stage "
+            "(pipeline_split=, --split), or take a mode without stages"
+        ) from error
+
+
+def _is_missing(error: BaseException) -> bool:
+    is_none = isinstance(error, TypeError) and "NoneType" in str(error)
+    return is_none or isinstance(error, KeyError | IndexError | AttributeError)
 
 
 def _called_by_spread_layer(error: BaseException) -> bool:
