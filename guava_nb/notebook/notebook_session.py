@@ -103,8 +103,8 @@ class NotebookSession:
             say(caution)
         notes = self._new_settings(settings) if self.is_open else []
         if not self.is_open:
-            listens = args.connect is None or args.local or args.tunnel
-            ask = look_at_tunnel(args.tunnel, self._token_prompt()) if listens else None
+            ask, listens = self._token_prompt(), args.connect is None or args.local or args.tunnel
+            ask = look_at_tunnel(args.tunnel, ask) if listens else None
             orchestrator = self._new_orchestrator(**{**first_settings(args), **settings})
             if listens:
                 orchestrator.open(args.tunnel, ask)
@@ -112,9 +112,8 @@ class NotebookSession:
             notes += goes_on_notes(orchestrator, args.local or 0)
             notes += self.cells.share_all(orchestrator)
         elif self.has_code or args.tunnel:
-            self._orchestrator.open(
-                args.tunnel, self._token_prompt()
-            )  # a tunnel that is down is started, or another one
+            # A tunnel that is down is started, or another one.
+            self._orchestrator.open(args.tunnel, self._token_prompt())
         if args.connect is not None:
             notes += [f"{name} is connected." for name in self._orchestrator.connect(code_to_dial(args.connect))]
         notes += start_elsewhere(self._orchestrator, args, say)

@@ -263,7 +263,8 @@ class GroupReplicaSet(ReplicaSet):
         members = side_by_side(job.cluster.roster.members, self.pick(here))
         try:
             self._form(job, members)
-        except BaseException:  # the others may be blocked in it; none of them holds anything yet, by which it would be known
+        except BaseException:
+            # The others may be blocked in it, and a later abort is for those that hold the run, which none of them does yet.
             self.abort(job, [rank for rank in members if rank in job.ready], "the group was not formed")
             raise
         with self._sending_state(job, members, self.generation, state, step):

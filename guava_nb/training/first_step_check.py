@@ -121,7 +121,8 @@ def has_whole_twin(replicas: ReplicaSet) -> bool:
 
 
 def _has_small_model(replicas: ReplicaSet) -> bool:
-    return sum(value.nbytes for value in replicas.master.model.state_dict().values()) <= _MOST_WEIGHTS_BYTES
+    nbytes: int = sum(value.nbytes for value in replicas.master.model.state_dict().values())
+    return nbytes <= _MOST_WEIGHTS_BYTES
 
 
 def weights_to_send(replicas: ReplicaSet) -> dict[str, Any] | None:
