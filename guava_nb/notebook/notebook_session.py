@@ -111,8 +111,7 @@ class NotebookSession:
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
             notes += goes_on_notes(orchestrator, args.local or 0)
             notes += self.cells.share_all(orchestrator)
-        elif self.has_code or args.tunnel:
-            # A tunnel that is down is started, or another one.
+        elif self.has_code or args.tunnel:  # a tunnel that is down is started, or another one
             self._orchestrator.open(args.tunnel, self._token_prompt())
         if args.connect is not None:
             notes += [f"{name} is connected." for name in self._orchestrator.connect(code_to_dial(args.connect))]

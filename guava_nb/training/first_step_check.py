@@ -105,7 +105,7 @@ def later_checks(steps: int | None) -> int:
 
 _AGAIN = ". It is made again before steps 4, 8, 16, ... and where a batch has what none before it had"
 #: Weights that are sent for a check, at most.
-_MOST_WEIGHTS_BYTES = 64 << 20
+_MOST_WEIGHTS_BYTES = 16 << 20
 
 
 def _is_in_parts(spec: RunSpec) -> bool:
@@ -338,8 +338,13 @@ class FirstStepCheck:
             self._members.cluster.notice(text)
 
     def _take_present_weights(self) -> None:
-        replicas = self._members.replica_set
-        if _is_in_parts(replicas.spec) and replicas.master_step != replicas.step and _has_small_model(replicas):
+        replicas, is_free = self._members.replica_set, self._plan.budget is None
+        if (
+            is_free
+            and _is_in_parts(replicas.spec)
+            and replicas.master_step != replicas.step
+            and _has_small_model(replicas)
+        ):
             self._members.fetch()
         self._weights = weights_to_send(replicas)
 
