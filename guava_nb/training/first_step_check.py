@@ -339,12 +339,8 @@ class FirstStepCheck:
 
     def _take_present_weights(self) -> None:
         replicas, is_free = self._members.replica_set, self._plan.budget is None
-        if (
-            is_free
-            and _is_in_parts(replicas.spec)
-            and replicas.master_step != replicas.step
-            and _has_small_model(replicas)
-        ):
+        is_sent = _is_in_parts(replicas.spec) and _has_small_model(replicas)
+        if is_free and is_sent and replicas.master_step != replicas.step:
             self._members.fetch()
         self._weights = weights_to_send(replicas)
 
@@ -387,9 +383,8 @@ class FirstStepCheck:
         replicas = self._members.replica_set
         if not _is_in_parts(replicas.spec):
             return ""
-        with_what = "as the model is built"
-        if _has_small_model(replicas):
-            with_what = "of the last snapshot (or as the model is built, before there is one)"
+        is_small = _has_small_model(replicas)
+        with_what = "of the last snapshot, or before it as the model is built" if is_small else "as the model is built"
         return (
             f", with the weights {with_what}, since no worker has all of the present ones: what couples samples only in "
             "a trained model (an early exit, a threshold) is found at once in data mode and with zero_stage=1 (--zero 1)"
