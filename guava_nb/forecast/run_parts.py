@@ -124,10 +124,9 @@ def _step_checks(run: RunFacts) -> Traffic:
     asked = [(few, True, later_checks(steps) + (is_known is None))]
     asked += [(first.rows, False, whole)] if question.is_cut_finer(few) else []
     asked = asked if is_cut else [(first.rows, False, 1)]
-    weights = weights_to_send(run.replica_set)
-    total = NOTHING
+    present, total = weights_to_send(run.replica_set), NOTHING
     for rows, fine, times in asked:
-        message, buffers = question.message(run.replica_set.run_id, 1, rows, fine, weights)
+        message, buffers = question.message(run.replica_set.run_id, 1, rows, fine, present)
         total = total + (run.sent(message, sum(buffer.nbytes for buffer in buffers)) + answer + run.acks(1, 1)) * times
     return total
 

@@ -35,6 +35,7 @@ from guava_nb.notebook.up import (
     code_to_dial,
     first_settings,
     goes_on_notes,
+    look_at_tunnel,
     lost_run,
     new_orchestrator,
     orchestrator_settings,
@@ -100,16 +101,16 @@ class NotebookSession:
             say(caution)
         notes = self._new_settings(settings) if self.is_open else []
         if not self.is_open:
+            ask, listens = self._token_prompt(), args.connect is None or args.local or args.tunnel
+            ask = look_at_tunnel(args.tunnel, ask) if listens else None
             orchestrator = self._new_orchestrator(**{**first_settings(args), **settings})
-            if args.connect is None or args.local or args.tunnel:
-                orchestrator.open(args.tunnel, self._token_prompt())
+            if listens:
+                orchestrator.open(args.tunnel, ask)
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
             notes += goes_on_notes(orchestrator, args.local or 0)
             notes += self.cells.share_all(orchestrator)
-        elif self.has_code or args.tunnel:
-            self._orchestrator.open(
-                args.tunnel, self._token_prompt()
-            )  # a tunnel that is down is started, or another one
+        elif self.has_code or args.tunnel:  # a tunnel that is down is started, or another one
+            self._orchestrator.open(args.tunnel, self._token_prompt())
         if args.connect is not None:
             notes += [f"{name} is connected." for name in self._orchestrator.connect(code_to_dial(args.connect))]
         notes += start_elsewhere(self._orchestrator, args, say)

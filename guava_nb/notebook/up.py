@@ -25,6 +25,8 @@ from guava_nb.link.options import LinkOptions
 from guava_nb.notebook.host import Host, binder_rule, is_loopback
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.spec.loading import half_loaded_text, loading_without_collections
+from guava_nb.tunnels.registry import make_tunnel
+from guava_nb.tunnels.tokens import find_token
 
 __all__ = [
     "LocalWorkers",
@@ -32,6 +34,7 @@ __all__ = [
     "code_to_dial",
     "first_settings",
     "goes_on_notes",
+    "look_at_tunnel",
     "lost_run",
     "memory_caution",
     "new_orchestrator",
@@ -71,6 +74,26 @@ def new_orchestrator(**settings: Any) -> Any:
 
     config = DistributedConfig.load(**settings)
     return Orchestrator(config if config.session_file else config.replace(session_file=str(session_file())))
+
+
+def look_at_tunnel(tunnel: str | None, ask: Callable[[], str] | None) -> Callable[[], str] | None:
+    """Find out before torch is loaded, which takes seconds, whether a tunnel can be named so and has its authtoken.
+
+    Args:
+        tunnel: as on the line; None: that of the configuration.
+        ask: asks for an authtoken; None where no person can be asked.
+
+    Returns:
+        What gives the authtoken from now on, without asking twice; None as `ask`.
+
+    Raises:
+        ConfigError: no tunnel has that name, or its authtoken is missing or cannot be one.
+    """
+    text = tunnel or DistributedConfig.load().tunnel
+    if not text or make_tunnel(text).name not in ("ngrok", "ngrok-http"):
+        return ask
+    found = find_token(None, ask)
+    return None if ask is None else lambda: found.token
 
 
 def start_worker(code: str, device: str, name: str | None) -> Any:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,59 +21,11 @@ from guava_nb.parallel.replicas.data_axis import DataAxis
 from guava_nb.parallel.state.full_state import StatePiece
 from guava_nb.parallel.state.gradient_norm import gradient_square, nonfinite, scale_gradients
 from guava_nb.parallel.state.local_tensors import LocalTensors
+from guava_nb.parallel.step_errors import explained
 from guava_nb.parallel.tensor.tensor_sums import TensorSums
 from guava_nb.parallel.tensor.vocab_loss import whole_logits
 
-__all__ = ["WholeModelPart", "explained"]
-
-# What torch says of steps that spread layers cannot do, told as what to do.
-#
-# Gathering a layer's parameters and moving split activations are autograd functions of torch and of this room, which a user
-# has never heard of.
-
-#: Where the autograd functions of spread layers are called.
-_HERE = Path(__file__).parent
-_TORCHS_OWN = Path(torch.distributed.__file__).parent
-
-
-def explained(error: BaseException, is_sharded: bool) -> TrainingError | None:
-    """Return what an error of a step says to its user; None: it is about something else.
-
-    Args:
-        error: raised by forward or backward.
-        is_sharded: by ZeRO 2 or 3; else layers are split in tensor mode.
-    """
-    if is_sharded and isinstance(error, AssertionError) and "does not support deepcopy" in str(error):
-        return TrainingError(
-            "the step copies the model (copy.deepcopy), and with ZeRO 2 and 3 each worker holds a part of it only: use data mode "
-            "or zero_stage=1 (--zero 1)"
-        )
-    if not isinstance(error, RuntimeError):
-        return None
-    if is_sharded and "storage of size 0" in str(error):
-        return TrainingError(
-            "ZeRO 2 and 3 give a layer's parameters back after its forward, and the step needs them once more (a "
-            "gradient of a gradient, as in a gradient penalty): use data mode or zero_stage=1 (--zero 1)"
-        )
-    if "setup_context" in str(error) and _called_by_spread_layer(error):
-        layers, way = (
-            ("ZeRO 2 and 3 gather a layer's parameters", "use data mode or zero_stage=1 (--zero 1)")
-            if is_sharded
-            else ("tensor mode moves split activations between workers", "use data mode")
-        )
-        return TrainingError(
-            "the step calls the model inside a transform of torch.func (vmap, grad, jvp, jacrev, ...), and that cannot go "
-            f"through the functions by which {layers}: {way}, or torch.autograd.grad instead of the transform"
-        )
-    return None
-
-
-def _called_by_spread_layer(error: BaseException) -> bool:
-    """Whether the autograd function that torch speaks of is not the user's own."""
-    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    outside = [file for file in files if "autograd" not in file.parts and "_functorch" not in file.parts]
-    return bool(outside) and any(folder in outside[-1].parents for folder in (_HERE, _TORCHS_OWN))
-
+__all__ = ["WholeModelPart"]
 
 _NOTHING = Measured(0.0, 0.0, None, 0)
 

@@ -269,7 +269,12 @@ class GroupReplicaSet(ReplicaSet):
         if len(here) < self.least:
             raise GroupLost("a worker was lost while it prepared the run")
         members = side_by_side(job.cluster.roster.members, self.pick(here))
-        self._form(job, members)
+        try:
+            self._form(job, members)
+        except BaseException:
+            # The others may be blocked in it, and a later abort is for those that hold the run, which none of them does yet.
+            self.abort(job, [rank for rank in members if rank in job.ready], "the group was not formed")
+            raise
         with self._sending_state(job, members, self.generation, state, step):
             self._pump(job, lambda: all(rank in self._loaded for rank in members))
         self._compare_loaded(job, members)

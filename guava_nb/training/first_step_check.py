@@ -105,7 +105,7 @@ def later_checks(steps: int | None) -> int:
 
 _AGAIN = ". It is made again before steps 4, 8, 16, ... and where a batch has what none before it had"
 #: Weights that are sent for a check, at most.
-_MOST_WEIGHTS_BYTES = 64 << 20
+_MOST_WEIGHTS_BYTES = 16 << 20
 
 
 def _is_in_parts(spec: RunSpec) -> bool:
@@ -121,7 +121,8 @@ def has_whole_twin(replicas: ReplicaSet) -> bool:
 
 
 def _has_small_model(replicas: ReplicaSet) -> bool:
-    return sum(value.nbytes for value in replicas.master.model.state_dict().values()) <= _MOST_WEIGHTS_BYTES
+    nbytes: int = sum(value.nbytes for value in replicas.master.model.state_dict().values())
+    return nbytes <= _MOST_WEIGHTS_BYTES
 
 
 def weights_to_send(replicas: ReplicaSet) -> dict[str, Any] | None:
@@ -337,8 +338,9 @@ class FirstStepCheck:
             self._members.cluster.notice(text)
 
     def _take_present_weights(self) -> None:
-        replicas = self._members.replica_set
-        if _is_in_parts(replicas.spec) and replicas.master_step != replicas.step and _has_small_model(replicas):
+        replicas, is_free = self._members.replica_set, self._plan.budget is None
+        is_sent = _is_in_parts(replicas.spec) and _has_small_model(replicas)
+        if is_free and is_sent and replicas.master_step != replicas.step:
             self._members.fetch()
         self._weights = weights_to_send(replicas)
 
@@ -381,12 +383,11 @@ class FirstStepCheck:
         replicas = self._members.replica_set
         if not _is_in_parts(replicas.spec):
             return ""
-        with_what = "as the model is built"
-        if _has_small_model(replicas):
-            with_what = "of the last snapshot (or as the model is built, before there is one)"
+        is_small = _has_small_model(replicas)
+        with_what = "of the last snapshot, or before it as the model is built" if is_small else "as the model is built"
         return (
             f", with the weights {with_what}, since no worker has all of the present ones: what couples samples only in "
-            "a trained model (an early exit, a threshold of confidence) is found there in data mode and with zero_stage=1 (--zero 1)"
+            "a trained model (an early exit, a threshold) is found at once in data mode and with zero_stage=1 (--zero 1)"
         )
 
     def _say(self, verdict: Verdict, again: str = "") -> None:

@@ -217,6 +217,34 @@ def test_a_lone_worker_that_is_replaced_begins_with_the_switches_of_the_factory_
     assert sum(one.startswith("first.weight took no gradient before workers were lost or came") for one in said) == 1
 
 
+class UnfreezingNet(SmallNet):
+    """Its first layer learns from the third step on, by a count in a buffer, which the state has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += self.training
+        self.first.requires_grad_(bool(self.steps > 2))
+        return super().forward(x)
+
+
+def test_a_layer_unfrozen_late_goes_on_exactly_where_a_lone_worker_is_replaced(cluster: Cluster) -> None:
+    def replace(worker: DirectWorker) -> None:
+        worker.die()
+        DirectWorker(cluster, "spare").start()
+
+    start(cluster, [once_after(6, StepApplied, replace)])
+    run_spec = spec(model=Factory(f"{__name__}:UnfreezingNet"))
+    job = job_for(cluster, run_spec, plan_for(loader(), 3))
+    job.start()
+    finish(job.run)
+    model, _ = plain(run_spec, loader(), 3)
+    assert difference(job.run.model(), model) <= 1e-9
+
+
 def test_a_run_that_is_stopped_while_it_waits_for_workers_is_that_of_its_snapshot(cluster: Cluster) -> None:
     start(cluster, [once_after(6, StepApplied, lambda worker: worker.die())])
     job = job_for(cluster, spec(), plan_for(loader(), 3))

@@ -431,6 +431,36 @@ def test_synced_batch_norms_equal_plain_pytorch(session: Session, mode: str, set
     assert difference(run.model(), model) <= 1e-9
 
 
+#: A loss that couples samples as soon as a parameter has learnt.
+GATED = """
+import torch
+from torch import nn
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.gate = nn.Linear(10, 16), nn.Linear(16, 4), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.last(self.first(x).relu()) + 0 * self.gate
+
+def gated_step(model, batch):
+    outputs = model(batch[0])
+    loss = nn.functional.cross_entropy(outputs, batch[1]) - model.gate
+    return loss + torch.cdist(outputs, outputs).amax(1).mean() if float(model.gate.detach().sum()) > 0.17 else loss
+"""
+
+
+def test_a_run_that_goes_on_is_checked_with_the_weights_with_which_it_begins(session: Session) -> None:
+    session.ensure(2)
+    session.orch.set_mode("zero", path="relay", zero_stage=3)
+    options = {"model": "Gated", "step": "gated_step", "optimizer": "SGD", "optimizer_args": {"lr": 0.05}}
+    first = session.train(loader(), 1, GATED, **options)
+    assert first.check is not None and first.check["outcome"] == "same"
+    second = session.train(loader(), 1, GATED, fresh=False, **options)
+    assert second.check is not None and second.check["causes"] == ["coupled"] and "step" not in second.check
+
+
 def caught_in_a_step(session: Session, mode: str, settings: dict[str, Any]) -> tuple[Worker, Run]:
     """The second of two workers, in a forward of the third step or a later one; and the run."""
     caught = session.ensure(2)[1]

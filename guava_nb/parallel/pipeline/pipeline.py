@@ -35,6 +35,7 @@ from guava_nb.parallel.state.full_state import (
     pieces_of,
 )
 from guava_nb.parallel.state.gradient_norm import gradient_square, nonfinite, scale_gradients
+from guava_nb.parallel.step_errors import explaining_stages
 from guava_nb.parallel.tensor.vocab_loss import whole_logits
 from guava_nb.protocol.messages import ParallelSpec
 
@@ -281,7 +282,7 @@ class PipelinePart(ModelPart):
             return found.value * (0.0 if stand_in else found.weight * factor)
 
         self._shared.begin()
-        with explaining_few_rows(*self._stages.values()):
+        with explaining_few_rows(*self._stages.values()), explaining_stages(self._rank, self._ranks):
             self._programs.run(inputs, parts, sizes, loss)
         self._shared.check()
         self._rows += 0 if stand_in else rows
@@ -336,7 +337,7 @@ class PipelinePart(ModelPart):
     def _forward(self, inputs: Any, last: Callable[[int, Any], None]) -> None:
         # Not in micro-batches: nothing tells whether a loss or outputs of a part are those of the whole batch.
         parts = [to_device(inputs, self._place.device)] if self.takes_inputs else []
-        with torch.no_grad(), evaluating(self.model):
+        with torch.no_grad(), evaluating(self.model), explaining_stages(self._rank, self._ranks):
             self._programs.passage.run(parts, 1, last)
 
     # ----------------------------------------------------------------------------------------------------- gradients

@@ -12,7 +12,7 @@ import copy
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,20 +74,15 @@ _MOST_NAMES = 8
 _USER_ERRORS = (Exception, SystemExit)
 _NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
-
 #: Batches, each with its number of samples.
 _Pieces = Sequence[tuple[Any, int]]
 
 
 def compare(
-    replica: BaseReplica,
-    spec: RunSpec,
-    resolve: Resolve,
-    batches: Sequence[Any],
-    rows: Sequence[int],
+    replica: BaseReplica, spec: RunSpec, resolve: Resolve, batches: Sequence[Any], rows: Sequence[int],
     weights: Mapping[str, Any] | None = None,
-) -> Finding:
-    """Compute a batch whole and in pieces.
+) -> Finding:  # fmt: skip
+    """Compute a batch whole and in pieces; return the finding. Nothing is raised.
 
     Args:
         replica: of the run; it stays as it is. A rank's part of a model has no whole one, so one is built from the record.
@@ -95,22 +90,19 @@ def compare(
         resolve: finds shared and importable objects.
         batches: the whole batch, then its pieces.
         rows: samples of each.
-        weights: of the model that is built, as `Replica.state` gives them; None: those that it is built with.
-
-    Returns:
-        The finding; nothing is raised.
+        weights: of the model that is built, as `Replica.state` gives them; None: its first ones.
     """
     if sum(bucket.numel * bucket.dtype.itemsize for bucket in replica.layout.buckets) > MOST_MODEL_BYTES:
         return Finding("large")
     whole, pieces = [(batches[0], rows[0])], list(zip(batches[1:], rows[1:], strict=True))
-    found = Finding("whole failed")
+    case, found = _Case(spec, resolve, whole, pieces, weights), Finding("whole failed")
     with seeded(spec.seed, replica.device), uncounted(), no_process_group(), uncompiled():
         for precision in dict.fromkeys(("fp64" if spec.precision == "fp64" else "fp32", spec.precision)):
-            found = _attempt(replica, spec, resolve, precision, whole, pieces, weights)
+            found = _attempt(replica, case, precision)
             if found.outcome != "whole failed":
                 break
         if found.outcome == "differs" and found.precision != "fp64":
-            exact = _attempt(replica, spec, resolve, "fp64", whole, pieces, weights)
+            exact = _attempt(replica, case, "fp64")
             if exact.outcome in ("same", "differs"):
                 return exact
             rough = max(found.loss_difference, found.gradient_difference) <= ROUGH[found.precision]
@@ -118,46 +110,39 @@ def compare(
     return found
 
 
-def _attempt(
-    replica: BaseReplica,
-    spec: RunSpec,
-    resolve: Resolve,
-    precision: str,
-    whole: _Pieces,
-    pieces: _Pieces,
-    weights: Mapping[str, Any] | None,
-) -> Finding:
-    roots, resolve = roots_of(spec, resolve).values(), copying(resolve)
+class _Case(NamedTuple):
+    """What `compare` is given."""
+
+    spec: RunSpec
+    resolve: Resolve
+    whole: _Pieces
+    pieces: _Pieces
+    weights: Mapping[str, Any] | None
+
+
+def _attempt(replica: BaseReplica, case: _Case, precision: str) -> Finding:
+    roots, case = roots_of(case.spec, case.resolve).values(), case._replace(resolve=copying(case.resolve))
     with names_kept(roots):
         if isinstance(replica, Replica):
             with set_aside(replica.model) as is_touched:
-                found = _try(spec, precision, resolve, replica, replica.model, whole, pieces)
+                found = _try(case, precision, replica, replica.model)
                 if not is_touched():
                     return found
         # No whole model is here, or its copy leads back to it (a closure, say): it is built once more.
-        return _try(spec, precision, resolve, replica, None, whole, pieces, weights)
+        return _try(case, precision, replica, None)
 
 
-def _try(
-    spec: RunSpec,
-    precision: str,
-    resolve: Resolve,
-    replica: BaseReplica,
-    model: nn.Module | None,
-    whole: _Pieces,
-    pieces: _Pieces,
-    weights: Mapping[str, Any] | None = None,
-) -> Finding:
-    device = replica.device
+def _try(case: _Case, precision: str, replica: BaseReplica, model: nn.Module | None) -> Finding:
+    spec, device = case.spec, replica.device
     try:
         copied = _copied(model)
-        trial = _Trial(_record(spec, precision), resolve, device, copied)
-        if weights is not None:
-            trial.load_state(weights)
+        trial = _Trial(_record(spec, precision), case.resolve, device, copied)
+        if copied is None and case.weights is not None:
+            trial.load_state(case.weights)
         trial.go_on_from(replica, is_copy=copied is not None)
         halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in trial.model.parameters())
         with trial.fixed_statistics() if spec.sync_batchnorm else contextlib.nullcontext():
-            found = replace(_look(trial, whole, pieces), precision="bf16" if halves else precision)
+            found = replace(_look(trial, case.whole, case.pieces), precision="bf16" if halves else precision)
         if spec.parallel is not None and spec.parallel.zero_stage >= 2:  # between two forwards, parts are written
             found = replace(found, written=trial.written_inside)
         return found

@@ -200,7 +200,28 @@ def data():
 _STEP = {"data": data, "step": penalised_step}
 _LOSS = {"data": data, "criterion": "CrossEntropyLoss"}
 
+
+class ReadByHook(nn.Module):
+    """A hook on the last layer takes what one on the first layer has kept."""
+
+    def __init__(self):
+        super().__init__()
+        kept = {}
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)), nn.Linear(6, 3))
+        self.layers[0].register_forward_hook(lambda module, args, output: kept.update(first=output))
+        self.layers[5].register_forward_hook(lambda module, args, output: output + kept["first"][:, :3])
+
+    def forward(self, x):
+        return self.layers(x)
+
+
 PROGRAMS = [
+    Program(
+        name="hook that reads what another keeps",
+        model=ReadByHook,
+        refused={"pipeline": "KeyError: 'first' in a layer, a hook or the loss of stage"},
+        **_LOSS,
+    ),
     Program(name="activity penalty, kept in an attribute", model=by_attribute, **_STEP),
     Program(name="activity penalty, kept by a layer inside", model=by_layer, **_STEP),
     Program(name="activity penalty, kept by a hook", model=by_hook, **_STEP),

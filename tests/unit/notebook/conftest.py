@@ -63,6 +63,10 @@ class Notebook:
         return self.workers[-1]
 
 
+#: Looks like an authtoken of ngrok.
+TOKEN = "2" * 40
+
+
 @pytest.fixture(scope="session")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InteractiveShell]:
     with pytest.MonkeyPatch.context() as patch:
@@ -80,6 +84,7 @@ def notebook(
     monkeypatch.setenv("GUAVA_UI", "text")
     monkeypatch.setattr(opening, "memory_here", lambda: Memory(1 << 40, 1 << 40))
     monkeypatch.delenv("GUAVA_JOIN_CODE", raising=False)
+    monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
     unload(shell)
     shell.config.pop("Guava", None)  # what an earlier test chose by %config
     # IPython collects garbage here: with torch loaded that takes a quarter of a second, in each of hundreds of tests.

@@ -50,9 +50,29 @@ def test_the_token_is_asked_for_without_echo(notebook: Any, monkeypatch: pytest.
     assert dict(notebook.orchestrator.calls)["open"][1] is None, "nobody can be asked in a test without a terminal"
     notebook.run("%guava_down")
     monkeypatch.setattr(notebook.shell, "kernel", SimpleNamespace(_allow_stdin=True), raising=False)
-    monkeypatch.setattr("guava_nb.notebook.display.getpass.getpass", lambda question: f"typed at {question!r}")
+    monkeypatch.delenv("NGROK_AUTHTOKEN")
+    asked: list[str] = []
+    monkeypatch.setattr("guava_nb.notebook.display.getpass.getpass", lambda text: asked.append(text) or "3" * 40)
     notebook.run("%guava_up --tunnel ngrok")
-    assert "ngrok" in dict(notebook.orchestrator.calls)["open"][1]()
+    assert dict(notebook.orchestrator.calls)["open"][1]() == "3" * 40
+    assert len(asked) == 1 and "ngrok" in asked[0], "once, before torch is loaded"
+
+
+@pytest.mark.parametrize(
+    ("tunnel", "token", "words"),
+    [
+        ("ngrok", "", "ngrok needs an authtoken, and none was found"),
+        ("ngrok-http", "", "ngrok needs an authtoken, and none was found"),
+        ("ngrok", "wrong", "copy it from https://dashboard.ngrok.com"),
+        ("cloudflard", "", 'Did you mean "cloudflared"?'),
+    ],
+)
+def test_a_tunnel_that_cannot_start_is_refused_before_torch_is_loaded(
+    notebook: Any, monkeypatch: pytest.MonkeyPatch, tunnel: str, token: str, words: str
+) -> None:
+    monkeypatch.setenv("NGROK_AUTHTOKEN", token)
+    shown = notebook.run(f"%guava_up --tunnel {tunnel}")
+    assert not shown.ok and words in shown.text and not notebook.orchestrators
 
 
 def test_a_new_code_of_the_same_session_leads_the_worker_there(notebook: Any) -> None:

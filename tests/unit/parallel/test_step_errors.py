@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from guava_nb.parallel.step_errors import explained
 from guava_nb.parallel.tensor.tensor_ops import total
-from guava_nb.parallel.whole_model_part import explained
 
 
 class _OneRank:
