@@ -123,8 +123,8 @@ class MicrobatchSums:
             self._scores.append(loss.scores)
 
     def measured(self, rows: int) -> Measured:
-        """Return the sums; on a rank without the last stage, or for a stand-in, they are nothing."""
-        if not self._loss or rows == 0:
+        """Return the sums; on a rank without the last stage they are nothing."""
+        if not self._loss:
             return Measured(0.0, 0.0, None, rows)
         counts = [count for count in self._counts if count is not None]
         count = sum(counts[1:], counts[0]) if counts else None
@@ -216,7 +216,7 @@ class PipelinePart(ModelPart):
         self.named = {name: found[name] for name in self._split.holders if name in found}
         self.buffers = {name: buffers[name] for name in self._split.buffers if name in buffers}
         self._names = {id(parameter): name for name, parameter in self.named.items()}
-        self._layouts = dict(self._hooks.layouts({**self.named, **self.buffers}))
+        self._layouts = self._hooks.layouts({**self.named, **self.buffers})
         ranks = {name: sorted({stage % self._ranks for stage in at}) for name, at in self._split.holders.items()}
         shared = {name: at for name, at in ranks.items() if len(at) > 1}
         self._tied = TiedParameters(self.named, shared, self._place.group, self._place.device)
@@ -230,7 +230,7 @@ class PipelinePart(ModelPart):
         # Torch refuses an optimizer of nothing, and schedulers need one with the settings of all the others.
         optimizer = make(self.named) if chosen & set(self.named) else _emptied(whole)
         self.first_group = self._place_of_first(optimizer)
-        optimizer = self._hooks.spread_optimizer(optimizer, self.named)
+        self._hooks.spread_optimizer(optimizer, self.named)
         self._members = [
             [self._names[id(parameter)] for parameter in group["params"] if id(parameter) in self._names]
             for group in optimizer.param_groups
@@ -258,15 +258,14 @@ class PipelinePart(ModelPart):
             batch: `(inputs, targets)`; the inputs matter on the first rank, the targets on the last.
             rows: samples in it, 1 or more.
             factor: what the loss sum is multiplied with, such as loss scale over samples of the global batch.
-            stand_in: the rows only keep collectives going; their gradients are zero and they count nothing. The ranks
-                of one pipeline all say the same.
+            stand_in: nothing is run. The ranks of one pipeline all say the same.
             last: no batch of this step follows; sums over replicas begin when all are through, so it changes nothing.
 
         Raises:
             ConfigError: the batch cannot be cut, or something cannot pass between stages.
             Exception: what the model or the criterion raises; the part can be used again once its group can.
         """
-        if stand_in and not self._hooks.runs_stand_ins:
+        if stand_in:
             return _NOTHING
         inputs, targets = batch
         count = count_micro_batches(self._spec.schedule, self._spec.micro_batches, rows, self._ranks)
@@ -278,14 +277,14 @@ class PipelinePart(ModelPart):
         def loss(number: int, outputs: Any) -> Tensor:
             found = self._criterion(outputs, labels[number], sizes[number])
             tally.add(found)
-            return found.value * (0.0 if stand_in else found.weight * factor)
+            return found.value * (found.weight * factor)
 
         self._shared.begin()
         with explaining_few_rows(*self._stages.values()):
             self._programs.run(inputs, parts, sizes, loss)
         self._shared.check()
-        self._rows += 0 if stand_in else rows
-        return tally.measured(0 if stand_in else rows)
+        self._rows += rows
+        return tally.measured(rows)
 
     def stand_in(self, batch: Any) -> None:
         """Do nothing: the ranks of a pipeline do not know of each other's parameters."""
@@ -312,26 +311,26 @@ class PipelinePart(ModelPart):
 
         `observer` sees outputs, targets and rows, on the last rank.
         """
-        if stand_in and not self._hooks.runs_stand_ins:
+        if stand_in:
             return _NOTHING
         tally = MicrobatchSums()
         targets = to_device(batch[1], self._place.device) if self.takes_targets else None
 
         def last(number: int, outputs: Any) -> None:
             tally.add(self._criterion(outputs, targets, rows))
-            if observer is not None and not stand_in:
+            if observer is not None:
                 observer(whole_logits(outputs), targets, rows)
 
         self._forward(batch[0], last)
-        return tally.measured(0 if stand_in else rows)
+        return tally.measured(rows)
 
     def predict_batch(self, batch: Any, rows: int, forward: Forward, stand_in: bool = False) -> list[Predicted]:
         """Return outputs and rows in evaluation mode, on the last rank; others have none."""
-        if stand_in and not self._hooks.runs_stand_ins:
+        if stand_in:
             return []
         outputs: list[Predicted] = []
         self._forward(batch[0], lambda number, output: outputs.append((whole_logits(output), rows)))
-        return [] if stand_in else outputs
+        return outputs
 
     def _forward(self, inputs: Any, last: Callable[[int, Any], None]) -> None:
         # Not in micro-batches: nothing tells whether a loss or outputs of a part are those of the whole batch.
@@ -355,7 +354,6 @@ class PipelinePart(ModelPart):
         for parameter in self.named.values():
             parameter.grad = None
         self._rows = 0
-        self._hooks.dropped()
 
     def nonfinite(self) -> str:
         """Return the full name of the first parameter whose gradient is not finite here, "" when all are."""
