@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from guava_nb.errors import CheckpointError
-from guava_nb.nested import AxisOf
 from guava_nb.parallel.interface import ModelPart
 from guava_nb.parallel.loss_interface import Criterion, Forward, Loss, MakeOptimizer, Measured, Observer, Predicted
 from guava_nb.parallel.module_state import evaluating, to_device
@@ -34,7 +33,7 @@ from guava_nb.parallel.state.full_state import (
     optimizer_pieces,
     pieces_of,
 )
-from guava_nb.parallel.state.gradient_norm import gradient_square, nonfinite, scale_gradients
+from guava_nb.parallel.state.gradient_norm import gradient_square
 from guava_nb.parallel.tensor.vocab_loss import whole_logits
 from guava_nb.protocol.messages import ParallelSpec
 
@@ -173,7 +172,6 @@ class PipelinePart(ModelPart):
         self._spec, self._place, self._criterion = spec, place, criterion
         self._hooks = hooks or Hooks()
         self._total = self._ranks * spec.stages_per_rank
-        self._rows = 0
         optimizer = make_optimizer(dict(model.named_parameters()))
         self._order = FullOrder.of(model, optimizer)
         self._split = split_model(model, self._total, spec.split, costs_for(spec, example))
@@ -185,8 +183,6 @@ class PipelinePart(ModelPart):
         }
         self._split = _without_modules(self._split)
         self.begins = self._split.begins
-        self.layout = ""
-        self.cut_along: AxisOf | None = None
         self.takes_inputs = self._rank == 0
         self.takes_targets = self._rank == self._ranks - 1
         self.reports = self.takes_targets and place.tp == 0
@@ -344,24 +340,6 @@ class PipelinePart(ModelPart):
         """Return this rank's share of the squared L2 norm of the full gradient, each element counted on one rank."""
         owned = {name: parameter for name, parameter in self.named.items() if name in self._own}
         return float(gradient_square(owned, self._layouts, self._place.dp, self._place.tp))
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients in place."""
-        scale_gradients(self.named, factor)
-
-    def drop_gradients(self) -> None:
-        """Remove all gradients."""
-        for parameter in self.named.values():
-            parameter.grad = None
-        self._rows = 0
-
-    def nonfinite(self) -> str:
-        """Return the full name of the first parameter whose gradient is not finite here, "" when all are."""
-        return nonfinite(self.named)
-
-    def apply(self) -> None:
-        """Take the optimizer's step."""
-        self.optimizer.step()
 
     # --------------------------------------------------------------------------------------------------------- state
 
