@@ -42,9 +42,6 @@ class Case:
     optimizer: str = "adamw"
     recompute: tuple[str, ...] = ()
 
-    def with_spec(self, **spec: Any) -> Case:
-        return replace(self, spec={**self.spec, **spec})
-
 
 # -------------------------------------------------------------------------------------------------------------- models
 
