@@ -51,8 +51,8 @@ from guava_nb.protocol.messages import (
     channel_of,
 )
 from guava_nb.row_cache.policy import WorkerCaches
-from guava_nb.telemetry.hardware import local_versions
 from guava_nb.telemetry.run_energy import EnergyBook
+from guava_nb.telemetry.versions import local_versions
 from guava_nb.telemetry.waits import Waits
 
 __all__ = ["Cluster", "Mailbox"]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import platform
 import socket
-import sys
-from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -14,35 +11,9 @@ import torch
 
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Hello
+from guava_nb.telemetry.versions import local_versions
 
-__all__ = ["describe", "local_versions", "pick_device", "visible_devices"]
-
-# Versions of what runs here, for the hello and for the table at the join.
-
-
-def guava_version() -> str:
-    """Return the installed version of guava_nb."""
-    try:
-        return metadata.version("guava-nb")
-    except metadata.PackageNotFoundError:
-        return "0+source"
-
-
-@functools.lru_cache(maxsize=1)
-def local_versions() -> dict[str, str]:
-    """Return versions by name: guava_nb, protocol, python, torch, cuda, platform."""
-    import torch
-
-    from guava_nb.protocol.framing import WIRE_VERSION
-
-    return {
-        "guava_nb": guava_version(),
-        "protocol": str(WIRE_VERSION),
-        "python": "{}.{}".format(*sys.version_info[:2]),
-        "torch": str(torch.__version__).split("+")[0],
-        "cuda": str(torch.version.cuda or ""),
-        "platform": f"{platform.system()} {platform.machine()}",
-    }
+__all__ = ["describe", "pick_device", "visible_devices"]
 
 
 def visible_devices() -> list[str]:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from guava_nb.errors import ConfigError
 from guava_nb.telemetry.devices import open_device
 from guava_nb.telemetry.energy_record import EnergyRecord
-from guava_nb.telemetry.hardware import local_versions
 from guava_nb.telemetry.nvml import NvmlBoard
 from guava_nb.telemetry.recording.energy_recording import EnergyRecording, Reading, RecordedRun
 from guava_nb.telemetry.sensor import SensorError
+from guava_nb.telemetry.versions import local_versions
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # of Python 3.11
