@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from guava_nb.processes.control_groups import GROUPS, OWN_GROUPS, own_groups
+from guava_nb.processes.placement import GROUPS, OWN_GROUPS, own_groups
 
 __all__ = ["WORKER_BYTES", "Memory", "memory_here"]
 

@@ -1,4 +1,4 @@
-"""The calls that every parallel mode has, for the replica that drives it."""
+"""The calls that every parallel mode has, for the replica that drives it, and what all modes do alike."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from guava_nb.nested import AxisOf
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.parallel.state.full_state import StatePiece
+from guava_nb.parallel.state.gradient_norm import nonfinite, scale_gradients
 
 __all__ = ["ModelPart"]
 
@@ -30,15 +31,16 @@ class ModelPart(Protocol):
         cut_along: how the next batch, a pair, is cut into micro-batches; None goes by length.
     """
 
-    takes_inputs: bool
-    takes_targets: bool
+    takes_inputs: bool = True
+    takes_targets: bool = True
     reports: bool
     model: nn.Module
     named: dict[str, nn.Parameter]
     optimizer: Optimizer
-    first_group: int | None
-    layout: str
-    cut_along: AxisOf | None
+    first_group: int | None = 0
+    layout: str = ""
+    cut_along: AxisOf | None = None
+    _rows: int = 0
 
     def train_batch(
         self, batch: Any, rows: int, factor: float, stand_in: bool = False, *, last: bool = False
@@ -80,16 +82,22 @@ class ModelPart(Protocol):
         """Return this rank's share of the squared norm of the full gradient; waits for the device."""
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients."""
+        """Multiply all gradients in place."""
+        scale_gradients(self.named, factor)
 
     def drop_gradients(self) -> None:
         """Forget all gradients, complete or not."""
+        self._rows = 0
+        for parameter in self.named.values():
+            parameter.grad = None
 
     def nonfinite(self) -> str:
         """Return the first full name whose local gradient is not finite, or ""."""
+        return nonfinite(self.named)
 
     def apply(self) -> None:
-        """Step the optimizer."""
+        """Step the optimizer; with ZeRO 1 the owners send their parameters at its end."""
+        self.optimizer.step()
 
     def model_pieces(self) -> list[StatePiece]:
         """Return this rank's share of the full model's state."""

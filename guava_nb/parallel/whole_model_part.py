@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from guava_nb.errors import TrainingError
-from guava_nb.nested import AxisOf
 from guava_nb.parallel.foreign_use import PartsInUse
+from guava_nb.parallel.interface import ModelPart
 from guava_nb.parallel.loss_interface import Forward, Measured, Objective, Observer, Predicted, measured
 from guava_nb.parallel.module_state import evaluating
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows, taking_one_row
 from guava_nb.parallel.replicas.buffer_sync import kept_buffers
 from guava_nb.parallel.replicas.data_axis import DataAxis
 from guava_nb.parallel.state.full_state import StatePiece
-from guava_nb.parallel.state.gradient_norm import gradient_square, nonfinite, scale_gradients
+from guava_nb.parallel.state.gradient_norm import gradient_square
 from guava_nb.parallel.state.local_tensors import LocalTensors
 from guava_nb.parallel.step_errors import explained
 from guava_nb.parallel.tensor.tensor_sums import TensorSums
@@ -35,26 +35,8 @@ def _whole(observer: Observer) -> Observer:
     return lambda outputs, targets, rows: observer(whole_logits(outputs), targets, rows)
 
 
-class WholeModelPart:
-    """A `ModelPart` (see interface.py) that runs the whole model's forward.
-
-    Attributes:
-        takes_inputs: always.
-        takes_targets: always.
-        reports: one rank of those that share each layer does.
-        model: the local module.
-        named: full name to local parameter.
-        optimizer: of these parameters.
-        first_group: 0, as it has all groups.
-        layout: how the whole model is spread, in words.
-        cut_along: of no use here.
-    """
-
-    takes_inputs = True
-    takes_targets = True
-    layout = ""
-    first_group: int | None = 0
-    cut_along: AxisOf | None = None
+class WholeModelPart(ModelPart):
+    """Runs the whole model's forward; one rank of those that share each layer reports."""
 
     def __init__(
         self,
@@ -89,7 +71,6 @@ class WholeModelPart:
         self._tensor = tensor
         self._members = members
         self._owned = owned
-        self._rows = 0
         self._parts_in_use = PartsInUse(model)
 
     # -------------------------------------------------------------------------------------------------------- training
@@ -192,24 +173,10 @@ class WholeModelPart:
             told = float(gradient_square(self.named, self._holding.layouts, axes.dp, axes.tp))
         return float(told)
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients."""
-        scale_gradients(self.named, factor)
-
     def drop_gradients(self) -> None:
-        """Forget all gradients."""
+        """Forget all gradients, and sums under way."""
         self._data.drop()
-        self._rows = 0
-        for parameter in self.named.values():
-            parameter.grad = None
-
-    def nonfinite(self) -> str:
-        """Return the first full name whose local gradient is not finite, or ""."""
-        return nonfinite(self.named)
-
-    def apply(self) -> None:
-        """Step the optimizer; with ZeRO 1 the owners send their parameters at its end."""
-        self.optimizer.step()
+        super().drop_gradients()
 
     # ----------------------------------------------------------------------------------------------------------- state
 

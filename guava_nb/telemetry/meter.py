@@ -18,10 +18,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.errors import ConfigError
+from guava_nb.telemetry.cuda_events import CudaEvents
 from guava_nb.telemetry.devices import sensors_of
 from guava_nb.telemetry.energy_integral import Total
 from guava_nb.telemetry.followed_sensor import FollowedSensor
-from guava_nb.telemetry.phases import CudaEvents
 from guava_nb.telemetry.sensor import Sensor
 from guava_nb.telemetry.tasks import Task, TaskBook, between, listen, unlisten
 from guava_nb.telemetry.window import EnergyWindow

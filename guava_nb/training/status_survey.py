@@ -14,7 +14,7 @@ from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Channel, RunSpec
 from guava_nb.status import Status, WireBytes, WorkerStatus
-from guava_nb.telemetry.device_figures import device_now
+from guava_nb.telemetry.machine import device_now
 from guava_nb.training.run import Run
 
 __all__ = ["note_workers", "note_waits", "survey", "total_bytes", "wire_bytes", "wire_meter"]

@@ -9,25 +9,21 @@ from dataclasses import dataclass
 __all__ = ["SocketOptions"]
 
 _SMALLEST_BUFFER_BYTES = 64 << 10
+#: Idle seconds before the first probe, and between probes, which also keep NAT entries alive.
+_PROBE_S = 20
 
 
 @dataclass(frozen=True)
 class SocketOptions:
-    """How a socket is tuned.
+    """How a socket is tuned; small messages always go at once, and the system probes idle connections.
 
     Attributes:
-        no_delay: send small messages at once (TCP_NODELAY).
-        keep_alive: let the system probe an idle connection, which also keeps NAT entries alive.
-        keep_alive_s: idle seconds before the first probe, and between probes.
         buffer_bytes: kernel buffer of each direction; None leaves it to the system, which follows the link. A fixed
             16 MB buffer is a queue of 6 s on an uplink of 20 Mbit/s.
         unsent_bytes: bytes that may wait in the kernel before they are sent (TCP_NOTSENT_LOWAT, where there is one), so
             that an urgent message does not queue behind megabytes of bulk; None for no limit.
     """
 
-    no_delay: bool = True
-    keep_alive: bool = True
-    keep_alive_s: int = 20
     buffer_bytes: int | None = None
     unsent_bytes: int | None = 256 << 10
 
@@ -39,12 +35,10 @@ class SocketOptions:
 
     def apply(self, sock: socket.socket) -> None:
         """Set the rest on a connected socket. A system that lacks an option goes without: none changes meaning."""
-        if self.no_delay:
-            _try(sock, socket.IPPROTO_TCP, "TCP_NODELAY", 1)
-        if self.keep_alive:
-            _try(sock, socket.SOL_SOCKET, "SO_KEEPALIVE", 1)
-            _try(sock, socket.IPPROTO_TCP, "TCP_KEEPIDLE", self.keep_alive_s)
-            _try(sock, socket.IPPROTO_TCP, "TCP_KEEPINTVL", self.keep_alive_s)
+        _try(sock, socket.IPPROTO_TCP, "TCP_NODELAY", 1)
+        _try(sock, socket.SOL_SOCKET, "SO_KEEPALIVE", 1)
+        _try(sock, socket.IPPROTO_TCP, "TCP_KEEPIDLE", _PROBE_S)
+        _try(sock, socket.IPPROTO_TCP, "TCP_KEEPINTVL", _PROBE_S)
         if self.unsent_bytes is not None:
             _try(sock, socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", self.unsent_bytes)
 

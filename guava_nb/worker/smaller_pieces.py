@@ -12,8 +12,8 @@ from guava_nb.data.batch_reading import BatchReading
 from guava_nb.errors import TrainingError
 from guava_nb.nested import marks_of
 from guava_nb.protocol.messages import Shard
-from guava_nb.replica.batch import cut, cut_at
 from guava_nb.replica.one_step_check.whole_against_cut import COUPLED, WEIGHTS, compare
+from guava_nb.replica.preprocess import cut, cut_at
 from guava_nb.replica.shard import ShardWork
 from guava_nb.worker.preparation import PreparedRun
 

@@ -48,9 +48,9 @@ from guava_nb.protocol.messages import (
 )
 from guava_nb.replica.model.resident import ResidentParts
 from guava_nb.status import NEW_CODE_NEEDED, OwnFigures
-from guava_nb.telemetry.device_figures import device_now
 from guava_nb.telemetry.energy_reporter import EnergyReporter
 from guava_nb.telemetry.hardware import describe
+from guava_nb.telemetry.machine import device_now
 from guava_nb.telemetry.waits import Waits
 from guava_nb.worker.loop import WorkerLoop
 from guava_nb.worker.path_probe import PathProbe

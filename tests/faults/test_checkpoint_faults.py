@@ -15,8 +15,8 @@ from guava_nb.cluster.cluster import Cluster
 from guava_nb.evaluation.validation import Validation
 from guava_nb.training import checkpoint
 from guava_nb.training.job import TrainingJob
+from guava_nb.training.plan import Best
 from guava_nb.training.saving import durable_file, run_files
-from guava_nb.training.saving.best import Best
 from tests.support.direct import DirectWorker, make_cluster
 from tests.support.training import SmallNet, difference, job_for, loader, plain, plan_for, spec
 

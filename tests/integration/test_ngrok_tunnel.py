@@ -263,13 +263,12 @@ def test_a_refused_token_is_asked_for_again(fake: FakeNgrok, monkeypatch: pytest
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
-def test_every_code_comes_out_as_its_sentence(fake: FakeNgrok, tunnel: NgrokTunnel) -> None:
-    for code, words in CODES.items():
-        fake.plan(**{"start" if code in AT_START else "create": code})
-        if code in TOKEN_CODES:
-            words = blaming(words, f"the environment variable {VARIABLE}")
-        assert refused(tunnel) == f"ngrok opened no tunnel: {words} (ERR_NGROK_{code})"
-        assert fake.running() == []
+@pytest.mark.parametrize("code", CODES)
+def test_every_code_comes_out_as_its_sentence(fake: FakeNgrok, tunnel: NgrokTunnel, code: int) -> None:
+    fake.plan(**{"start" if code in AT_START else "create": code})
+    words = blaming(CODES[code], f"the environment variable {VARIABLE}") if code in TOKEN_CODES else CODES[code]
+    assert refused(tunnel) == f"ngrok opened no tunnel: {words} (ERR_NGROK_{code})"
+    assert fake.running() == []
 
 
 def test_an_unknown_code_keeps_its_words(fake: FakeNgrok, tunnel: NgrokTunnel) -> None:

@@ -183,7 +183,7 @@ def test_going_on_from_a_plain_checkpoint(pool: Ranks, case: Case) -> None:
     check_optimizer(assemble_optimizer([tensors(rank["optimizer"]) for rank in found]), plain["optimizer"], 0.0)
 
 
-def test_stand_ins_keep_gradients_at_zero(pool: Ranks) -> None:
+def test_a_stand_in_runs_nothing(pool: Ranks) -> None:
     found = pool.run(BOTH, f"{HERE}:stand_in", Case("layers", "numbers", spec=SCHEDULES[1]))
     assert found == [(0.0, 0, 0.0), (0.0, 0, 0.0)]
 

@@ -199,7 +199,7 @@ def job_state(run: Run, run_spec: RunSpec) -> dict[str, Any]:
 
 def test_pairs_of_single_tensors_too() -> None:
     """`TensorDataset` batches are lists; double precision reaches what lies inside."""
-    from guava_nb.replica.batch import place
+    from guava_nb.replica.preprocess import place
 
     batch = next(iter(DataLoader(TensorDataset(torch.ones(2, dtype=torch.complex64), torch.ones(2)), batch_size=2)))
     assert [t.dtype for t in place(batch, torch.device("cpu"), True)] == [torch.complex128, torch.float64]

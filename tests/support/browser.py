@@ -156,12 +156,6 @@ class Lab:
     def _cell(self, number: int) -> Any:
         return self.page.locator(".jp-Notebook .jp-CodeCell").nth(number)
 
-    def run_all(self) -> None:
-        """Run all cells, from the menu."""
-        self.page.locator(".jp-Notebook .jp-CodeCell").first.locator(".cm-content").click()
-        self.page.locator(".lm-MenuBar-itemLabel", has_text="Run").click()
-        self.page.locator('.lm-Menu-itemLabel:text-is("Run All Cells")').click()
-
     def interrupt(self) -> None:
         """Press the toolbar's square."""
         self.page.locator('.jp-NotebookPanel-toolbar [data-command="notebook:interrupt-kernel"]').first.click()

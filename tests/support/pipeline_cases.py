@@ -42,9 +42,6 @@ class Case:
     optimizer: str = "adamw"
     recompute: tuple[str, ...] = ()
 
-    def with_spec(self, **spec: Any) -> Case:
-        return replace(self, spec={**self.spec, **spec})
-
 
 # -------------------------------------------------------------------------------------------------------------- models
 
@@ -367,13 +364,17 @@ def build_part(group: dist.ProcessGroup, case: Case, **more: Any) -> PipelinePar
     )
 
 
-def _recomputing(patterns: tuple[str, ...]) -> Hooks:
-    return Hooks(checkpoint=lambda stage: checkpoint_activations(stage, patterns))
+class _Recomputing(Hooks):
+    def __init__(self, patterns: tuple[str, ...]) -> None:
+        self._patterns = patterns
+
+    def checkpoint(self, stage: nn.Module) -> None:
+        checkpoint_activations(stage, self._patterns)
 
 
 def train_pipeline(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
     _forbid_object_collectives()
-    part = build_part(group, case, hooks=_recomputing(case.recompute) if case.recompute else None)
+    part = build_part(group, case, hooks=_Recomputing(case.recompute) if case.recompute else None)
     part.model.train()
     losses, norms, without = [], [], []
     for inputs, targets, rows in batches_of(case):
@@ -468,13 +469,10 @@ def load_and_return(group: dist.ProcessGroup, case: Case, state: Any, optimizer:
 
 
 def stand_in(group: dist.ProcessGroup, case: Case) -> Any:
-    quiet = build_part(group, case)
-    part = build_part(group, case, hooks=Hooks(runs_stand_ins=True))
-    inputs, targets, rows = batches_of(case)[0]
-    found = part.train_batch(_batch(part, inputs, targets), rows, 1.0, stand_in=True)
-    assert quiet.train_batch((None, None), rows, 1.0, stand_in=True).rows == 0
+    part = build_part(group, case)
+    found = part.train_batch((None, None), 9, 1.0, stand_in=True)
     part.finish_gradients()
-    assert all(parameter.grad is not None for parameter in part.named.values())
+    assert all(parameter.grad is None for parameter in part.named.values())
     return float(found.loss_sum), found.rows, part.gradient_square()
 
 

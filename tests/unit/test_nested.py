@@ -27,7 +27,7 @@ from guava_nb.parallel.module_state import to_device
 from guava_nb.parallel.pipeline.microbatches import cut_rows, micro_batch_sizes
 from guava_nb.parallel.pipeline.schedule_cache import _signature
 from guava_nb.protocol.messages import Tree
-from guava_nb.replica.batch import cut, place
+from guava_nb.replica.preprocess import cut, place
 from guava_nb.replica.shard import rows_of_batch
 from guava_nb.training.byte_budget import _lists
 

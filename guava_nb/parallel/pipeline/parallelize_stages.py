@@ -49,21 +49,18 @@ def pipeline_part(
         )
     # On the whole model, because in a stage alone a block may not repeat.
     again = matching(model, spec.checkpoint_activations, "checkpoint_activations (--checkpoint-activations)")
-    stages = _Stages(spec, mesh, plan, list(again), learning.buffers)
-    place = PipelinePlace(mesh.group("pp"), device, mesh.dp, mesh.tp)
-    hooks = stages.hooks()
     return PipelinePart(
         model,
         spec,
-        place,
+        PipelinePlace(mesh.group("pp"), device, mesh.dp, mesh.tp),
         criterion=learning.criterion,
         make_optimizer=learning.make_optimizer,
-        hooks=hooks,
+        hooks=_Stages(spec, mesh, plan, list(again), learning.buffers),
         example=example,
     )
 
 
-class _Stages:
+class _Stages(Hooks):
     """What tensor, data and activation settings do to the stages of one rank."""
 
     def __init__(self, spec: ParallelSpec, mesh: MeshAxes, plan: Plan, again: list[str], policies: str) -> None:
@@ -73,56 +70,40 @@ class _Stages:
         self._modules = nn.ModuleList()
         self._tensor: TensorSums | None = None
         self._buffers: BufferSync | None = None
+        self.one_replica_owns = spec.zero_stage == 1 and spec.dp > 1
 
-    def hooks(self) -> Hooks:
-        return Hooks(
-            wrap_stage=self._wrap,
-            checkpoint=self._checkpoint,
-            layouts=self._layouts_of,
-            sum_over_data=self._finish,
-            sync_buffers=self._sync_buffers,
-            spread_optimizer=self._spread_optimizer,
-            one_replica_owns=self._owns,
-            loaded=self._loaded,
-        )
-
-    @property
-    def _owns(self) -> bool:
-        return self._spec.zero_stage == 1 and self._spec.dp > 1
-
-    def _wrap(self, stage: nn.Module, names: Mapping[str, str]) -> nn.Module:
+    def wrap_stage(self, stage: nn.Module, names: Mapping[str, str]) -> nn.Module:
         if self._spec.tp > 1:
             self._partial += apply_plan(stage, self._plan, self._mesh.group("tp"))
         self._layouts.update({names[local]: layout for local, layout in layouts_in(stage, self._mesh).items()})
         self._modules.append(stage)
         return stage
 
-    def _layouts_of(self, named: Mapping[str, Tensor]) -> Mapping[str, Layout]:
-        self._loaded()
+    def layouts(self, named: Mapping[str, Tensor]) -> dict[str, Layout]:
+        self.loaded()
         return {name: self._layouts[name] for name in named}
 
-    def _checkpoint(self, stage: nn.Module) -> None:
+    def checkpoint(self, stage: nn.Module) -> None:
         checkpoint_activations(stage, self._again, must_match=False)
 
-    def _spread_optimizer(self, optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Optimizer:
-        if self._owns:
+    def spread_optimizer(self, optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> None:
+        if self.one_replica_owns:
             zero1.own_share(optimizer, named, self._mesh.group("dp"))
-        return optimizer
 
-    def _finish(self, named: Mapping[str, nn.Parameter]) -> None:
+    def sum_over_data(self, named: Mapping[str, nn.Parameter]) -> None:
         sum_over_data(named, self._mesh.group("dp"))
         if self._tensor is None:
             group = self._mesh.group("tp") if self._spec.tp > 1 else None
             self._tensor = TensorSums(group, self._partial, self._layouts)
         self._tensor.finish(named)
 
-    def _sync_buffers(self, rows: int) -> Collection[str]:
+    def sync_buffers(self, rows: int) -> Collection[str]:
         if self._buffers is None:
             return ()
         self._buffers.finish(rows)
         return self._buffers.unlike
 
-    def _loaded(self) -> None:
+    def loaded(self) -> None:
         if self._spec.dp > 1:
             names = {f"{i}.{name}": name for i, stage in enumerate(self._modules) for name in full_names_of(stage)}
             self._buffers = BufferSync(self._modules, self._mesh.group("dp"), names, self._policies)

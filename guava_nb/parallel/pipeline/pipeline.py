@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from guava_nb.errors import CheckpointError
-from guava_nb.nested import AxisOf
 from guava_nb.parallel.interface import ModelPart
 from guava_nb.parallel.loss_interface import Criterion, Forward, Loss, MakeOptimizer, Measured, Observer, Predicted
 from guava_nb.parallel.module_state import evaluating, to_device
@@ -34,7 +33,7 @@ from guava_nb.parallel.state.full_state import (
     optimizer_pieces,
     pieces_of,
 )
-from guava_nb.parallel.state.gradient_norm import gradient_square, nonfinite, scale_gradients
+from guava_nb.parallel.state.gradient_norm import gradient_square
 from guava_nb.parallel.step_errors import explaining_stages
 from guava_nb.parallel.tensor.vocab_loss import whole_logits
 from guava_nb.protocol.messages import ParallelSpec
@@ -124,8 +123,8 @@ class MicrobatchSums:
             self._scores.append(loss.scores)
 
     def measured(self, rows: int) -> Measured:
-        """Return the sums; on a rank without the last stage, or for a stand-in, they are nothing."""
-        if not self._loss or rows == 0:
+        """Return the sums; on a rank without the last stage they are nothing."""
+        if not self._loss:
             return Measured(0.0, 0.0, None, rows)
         counts = [count for count in self._counts if count is not None]
         count = sum(counts[1:], counts[0]) if counts else None
@@ -174,7 +173,6 @@ class PipelinePart(ModelPart):
         self._spec, self._place, self._criterion = spec, place, criterion
         self._hooks = hooks or Hooks()
         self._total = self._ranks * spec.stages_per_rank
-        self._rows = 0
         optimizer = make_optimizer(dict(model.named_parameters()))
         self._order = FullOrder.of(model, optimizer)
         self._split = split_model(model, self._total, spec.split, costs_for(spec, example))
@@ -186,8 +184,6 @@ class PipelinePart(ModelPart):
         }
         self._split = _without_modules(self._split)
         self.begins = self._split.begins
-        self.layout = ""
-        self.cut_along: AxisOf | None = None
         self.takes_inputs = self._rank == 0
         self.takes_targets = self._rank == self._ranks - 1
         self.reports = self.takes_targets and place.tp == 0
@@ -217,7 +213,7 @@ class PipelinePart(ModelPart):
         self.named = {name: found[name] for name in self._split.holders if name in found}
         self.buffers = {name: buffers[name] for name in self._split.buffers if name in buffers}
         self._names = {id(parameter): name for name, parameter in self.named.items()}
-        self._layouts = dict(self._hooks.layouts({**self.named, **self.buffers}))
+        self._layouts = self._hooks.layouts({**self.named, **self.buffers})
         ranks = {name: sorted({stage % self._ranks for stage in at}) for name, at in self._split.holders.items()}
         shared = {name: at for name, at in ranks.items() if len(at) > 1}
         self._tied = TiedParameters(self.named, shared, self._place.group, self._place.device)
@@ -231,7 +227,7 @@ class PipelinePart(ModelPart):
         # Torch refuses an optimizer of nothing, and schedulers need one with the settings of all the others.
         optimizer = make(self.named) if chosen & set(self.named) else _emptied(whole)
         self.first_group = self._place_of_first(optimizer)
-        optimizer = self._hooks.spread_optimizer(optimizer, self.named)
+        self._hooks.spread_optimizer(optimizer, self.named)
         self._members = [
             [self._names[id(parameter)] for parameter in group["params"] if id(parameter) in self._names]
             for group in optimizer.param_groups
@@ -259,15 +255,14 @@ class PipelinePart(ModelPart):
             batch: `(inputs, targets)`; the inputs matter on the first rank, the targets on the last.
             rows: samples in it, 1 or more.
             factor: what the loss sum is multiplied with, such as loss scale over samples of the global batch.
-            stand_in: the rows only keep collectives going; their gradients are zero and they count nothing. The ranks
-                of one pipeline all say the same.
+            stand_in: nothing is run. The ranks of one pipeline all say the same.
             last: no batch of this step follows; sums over replicas begin when all are through, so it changes nothing.
 
         Raises:
             ConfigError: the batch cannot be cut, or something cannot pass between stages.
             Exception: what the model or the criterion raises; the part can be used again once its group can.
         """
-        if stand_in and not self._hooks.runs_stand_ins:
+        if stand_in:
             return _NOTHING
         inputs, targets = batch
         count = count_micro_batches(self._spec.schedule, self._spec.micro_batches, rows, self._ranks)
@@ -279,14 +274,14 @@ class PipelinePart(ModelPart):
         def loss(number: int, outputs: Any) -> Tensor:
             found = self._criterion(outputs, labels[number], sizes[number])
             tally.add(found)
-            return found.value * (0.0 if stand_in else found.weight * factor)
+            return found.value * (found.weight * factor)
 
         self._shared.begin()
         with explaining_few_rows(*self._stages.values()), explaining_stages(self._rank, self._ranks):
             self._programs.run(inputs, parts, sizes, loss)
         self._shared.check()
-        self._rows += 0 if stand_in else rows
-        return tally.measured(0 if stand_in else rows)
+        self._rows += rows
+        return tally.measured(rows)
 
     def stand_in(self, batch: Any) -> None:
         """Do nothing: the ranks of a pipeline do not know of each other's parameters."""
@@ -313,26 +308,26 @@ class PipelinePart(ModelPart):
 
         `observer` sees outputs, targets and rows, on the last rank.
         """
-        if stand_in and not self._hooks.runs_stand_ins:
+        if stand_in:
             return _NOTHING
         tally = MicrobatchSums()
         targets = to_device(batch[1], self._place.device) if self.takes_targets else None
 
         def last(number: int, outputs: Any) -> None:
             tally.add(self._criterion(outputs, targets, rows))
-            if observer is not None and not stand_in:
+            if observer is not None:
                 observer(whole_logits(outputs), targets, rows)
 
         self._forward(batch[0], last)
-        return tally.measured(0 if stand_in else rows)
+        return tally.measured(rows)
 
     def predict_batch(self, batch: Any, rows: int, forward: Forward, stand_in: bool = False) -> list[Predicted]:
         """Return outputs and rows in evaluation mode, on the last rank; others have none."""
-        if stand_in and not self._hooks.runs_stand_ins:
+        if stand_in:
             return []
         outputs: list[Predicted] = []
         self._forward(batch[0], lambda number, output: outputs.append((whole_logits(output), rows)))
-        return [] if stand_in else outputs
+        return outputs
 
     def _forward(self, inputs: Any, last: Callable[[int, Any], None]) -> None:
         # Not in micro-batches: nothing tells whether a loss or outputs of a part are those of the whole batch.
@@ -346,25 +341,6 @@ class PipelinePart(ModelPart):
         """Return this rank's share of the squared L2 norm of the full gradient, each element counted on one rank."""
         owned = {name: parameter for name, parameter in self.named.items() if name in self._own}
         return float(gradient_square(owned, self._layouts, self._place.dp, self._place.tp))
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients in place."""
-        scale_gradients(self.named, factor)
-
-    def drop_gradients(self) -> None:
-        """Remove all gradients."""
-        for parameter in self.named.values():
-            parameter.grad = None
-        self._rows = 0
-        self._hooks.dropped()
-
-    def nonfinite(self) -> str:
-        """Return the full name of the first parameter whose gradient is not finite here, "" when all are."""
-        return nonfinite(self.named)
-
-    def apply(self) -> None:
-        """Take the optimizer's step."""
-        self.optimizer.step()
 
     # --------------------------------------------------------------------------------------------------------- state
 

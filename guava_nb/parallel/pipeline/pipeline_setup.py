@@ -40,59 +40,43 @@ class PipelinePlace:
     tp: int = 0
 
 
-def _same(stage: nn.Module, names: Mapping[str, str]) -> nn.Module:
-    return stage
-
-
-def _nothing(argument: Any) -> None:
-    return None
-
-
-def _quiet() -> None:
-    return None
-
-
-def _unmoved(rows: int) -> Collection[str]:
-    return ()
-
-
-def _unspread(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Optimizer:
-    return optimizer
-
-
-def _whole(named: Mapping[str, Tensor]) -> dict[str, Layout]:
-    return {name: Layout.whole(tuple(tensor.shape)) for name, tensor in named.items()}
-
-
-@dataclass(frozen=True, slots=True)
 class Hooks:
-    """What other modes do to the stages; by default nothing.
+    """What other modes do to the stages; here nothing."""
 
-    Attributes:
-        wrap_stage: spreads a stage over the tensor and data axes; takes it and the names of its parameters and buffers
-            mapped to those of the full model, returns the module to run, whose tensors keep their names.
-        checkpoint: arranges that activations of a stage are computed again in backward.
-        layouts: tells of this rank's parameters and buffers which part of the full tensor they are.
-        sum_over_data: adds up the gradients of these parameters over the replicas, once a step.
-        sync_buffers: makes buffers equal on all replicas, of which this one saw so many rows in the step; returns names, see
-            `BufferSync.unlike`.
-        spread_optimizer: makes of the local optimizer and its parameters the one that steps (ZeRO 1).
-        one_replica_owns: the state of a parameter is on one replica, whichever it is (ZeRO 1).
-        runs_stand_ins: a replica without rows runs its batches all the same, because peers gather in them.
-        dropped: gradients were dropped, complete or not.
-        loaded: parameters and buffers were replaced, alike on every replica.
-    """
+    one_replica_owns = False
+    """The state of a parameter is on one replica, whichever it is (ZeRO 1)."""
 
-    wrap_stage: Callable[[nn.Module, Mapping[str, str]], nn.Module] = _same
-    checkpoint: Callable[[nn.Module], object] = _nothing
-    layouts: Callable[[Mapping[str, Tensor]], Mapping[str, Layout]] = _whole
-    sum_over_data: Callable[[Mapping[str, nn.Parameter]], None] = _nothing
-    sync_buffers: Callable[[int], Collection[str]] = _unmoved
-    spread_optimizer: Callable[[Optimizer, Mapping[str, nn.Parameter]], Optimizer] = _unspread
-    one_replica_owns: bool = False
-    runs_stand_ins: bool = False
-    dropped: Callable[[], None] = _quiet
-    loaded: Callable[[], None] = _quiet
+    def wrap_stage(self, stage: nn.Module, names: Mapping[str, str]) -> nn.Module:
+        """Spread a stage over the tensor and data axes.
+
+        Args:
+            stage: to be spread.
+            names: its parameters' and buffers' names, mapped to those of the full model.
+
+        Returns:
+            The module to run, whose tensors keep their names.
+        """
+        return stage
+
+    def checkpoint(self, stage: nn.Module) -> None:
+        """Arrange that activations of a stage are computed again in backward."""
+
+    def layouts(self, named: Mapping[str, Tensor]) -> dict[str, Layout]:
+        """Tell of this rank's parameters and buffers which part of the full tensor they are."""
+        return {name: Layout.whole(tuple(tensor.shape)) for name, tensor in named.items()}
+
+    def sum_over_data(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Add up the gradients of these parameters over the replicas, once a step."""
+
+    def sync_buffers(self, rows: int) -> Collection[str]:
+        """Make buffers equal on all replicas, of which this one saw so many rows; returns names, see `BufferSync.unlike`."""
+        return ()
+
+    def spread_optimizer(self, optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> None:
+        """Make the local optimizer of these parameters the one that steps (ZeRO 1)."""
+
+    def loaded(self) -> None:
+        """Parameters and buffers were replaced, alike on every replica."""
 
 
 def check_spec(spec: ParallelSpec, ranks: int) -> None:

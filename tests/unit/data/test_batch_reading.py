@@ -21,7 +21,7 @@ from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.errors import ConfigError
 from guava_nb.nested import axes_at, children, cut_parts, marks_of, sliced
 from guava_nb.parallel.pipeline.microbatches import cut_rows, micro_batch_sizes
-from guava_nb.replica.batch import cut
+from guava_nb.replica.preprocess import cut
 
 COMMON = settings(max_examples=60, deadline=None)
 

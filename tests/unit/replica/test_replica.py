@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from guava_nb.data.sample_count import count_rows
 from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, PreparationError, TrainingError
 from guava_nb.protocol.messages import Commit, Factory
-from guava_nb.replica.batch import place
 from guava_nb.replica.buckets import BUFFERS, present_at
 from guava_nb.replica.model.wrappers import is_compiled
+from guava_nb.replica.preprocess import place
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import ShardWork

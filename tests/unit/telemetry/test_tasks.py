@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from guava_nb.errors import ConfigError
 from guava_nb.telemetry import EnergyMeter, energy_task
 from guava_nb.telemetry import tasks as tasks_module
-from guava_nb.telemetry.phases import CudaEvents
+from guava_nb.telemetry.cuda_events import CudaEvents
 from guava_nb.telemetry.tasks import MOST_NAMES, TaskBook
 from tests.support.sensors import Clock, Scripted
 from tests.unit.telemetry.test_meter import meter_of, pass_time

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from guava_nb.replica.batch import place
+from guava_nb.replica.preprocess import place
 from guava_nb.worker.device_prefetch import DevicePrefetch, copier_for
 
 

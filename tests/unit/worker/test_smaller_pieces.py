@@ -7,7 +7,7 @@ import torch
 
 from guava_nb.data.codec import pack
 from guava_nb.protocol.messages import Shard
-from guava_nb.replica.batch import cut_at
+from guava_nb.replica.preprocess import cut_at
 from guava_nb.worker.smaller_pieces import axes_for, memory_advice
 
 

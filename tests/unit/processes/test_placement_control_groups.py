@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from guava_nb.processes.control_groups import own_groups
+from guava_nb.processes.placement import own_groups
 
 
 @pytest.mark.parametrize(

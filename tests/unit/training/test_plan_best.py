@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guava_nb.errors import ConfigError
-from guava_nb.training.saving.best import Best
+from guava_nb.training.plan import Best
 
 
 @pytest.mark.parametrize(
