@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from guava_nb.errors import ConfigError
+from guava_nb.parallel.step_errors import explained
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.model.build import place_module
 from guava_nb.replica.scores import Scoring
@@ -32,6 +33,7 @@ __all__ = [
     "Observer",
     "Loss",
     "Objective",
+    "backward",
     "build_criterion",
     "build_objective",
     "scoring",
@@ -85,6 +87,23 @@ NO_GRADIENT = (
 def counts_none(loss: Loss) -> bool:
     """Whether a batch has nothing that counts, as (0, 0) of a step says: it adds nothing to the mean."""
     return loss.count is not None and float(loss.count) == 0.0
+
+
+def backward(value: Tensor, factor: Tensor | float, keep_graph: bool) -> None:
+    """Run backward of `value * factor` without an operation more than a plain loop has.
+
+    Raises:
+        TrainingError: another backward has used the graph up.
+    """
+    if value.dtype in (torch.float16, torch.bfloat16):
+        value = value.float()  # the factor would be rounded
+    seed = torch.full_like(value, factor) if isinstance(factor, float) else factor.to(value.dtype).reshape(value.shape)
+    try:
+        torch.autograd.backward(value, seed, retain_graph=keep_graph)
+    except RuntimeError as error:
+        if (told := explained(error)) is not None:
+            raise told from error
+        raise
 
 
 Criterion = Callable[[Any, Any, int], Loss]
