@@ -229,17 +229,26 @@ def _play(
     except Exception as problem:  # an optimizer of the user's may raise anything
         played.problem = problem
         return played
-    names = {id(parameter): name for name, parameter in named.items()}
+    _note_state(played, optimizer, {id(parameter): name for name, parameter in named.items()}, part)
+    return played
+
+
+def _note_state(played: _Played, optimizer: Optimizer, names: Mapping[int, str], part: _Part) -> None:
     for key, state in optimizer.state.items():
         if name := names.get(id(key), ""):
             tensors = [value for value in state.values() if isinstance(value, Tensor)]
             played.state[name] = [t.shape for t in tensors if t.numel() > 1 and t.shape != key.shape]
             inside = [k for k, one in state.items() if not isinstance(one, Tensor) and list(leaves(one))]
             if inside and part.is_cut:
-                played.beside = f"tensors inside a {type(state[inside[0]]).__name__} (self.state[parameter][{inside[0]!r}])"
+                played.beside = (
+                    f"tensors inside a {type(state[inside[0]]).__name__} (self.state[parameter][{inside[0]!r}])"
+                )
         else:
             played.beside = f"state that belongs to no parameter (self.state[{key!r}])"
-    return played
+    for group in optimizer.param_groups:
+        for word, value in group.items():
+            if word != "params" and any(tensor.numel() > 1 for tensor in leaves(value)):
+                played.beside = f"tensors in its groups of parameters (group[{word!r}])"
 
 
 def _stepped(part: _Part, named: Mapping[str, Tensor]) -> Collection[str]:

@@ -36,9 +36,9 @@ def explained(error: BaseException, is_sharded: bool = False) -> TrainingError |
         return None
     if "backward through the graph a second time" in str(error):
         return TrainingError(
-            "the graph of this loss was used up by an earlier backward: the step called backward() on the loss that it returns (leave "
-            "backward(), zero_grad() and optimizer.step() out of it, the run does them), or something that it kept from an earlier "
-            "step, such as a hidden state, leads back into that step (detach() it)"
+            "the graph of this loss was used up by an earlier backward: the step called backward() on the loss that it returns "
+            "(leave backward(), zero_grad() and optimizer.step() out of it, the run does them), or something that it kept "
+            "from an earlier step, such as a hidden state, leads back into that step (detach() it)"
         )
     if is_sharded and "storage of size 0" in str(error):
         return TrainingError(

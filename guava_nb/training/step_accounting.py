@@ -133,14 +133,11 @@ class StepAccounting:
         """Tell, once, of a count that may be no count: with (loss, accuracy) the run trains on their quotient."""
         machine, spec = step.machine, self._replica_set.spec
         role = "step" if spec.criterion is None else "criterion"
-        is_of_torch = spec.criterion is not None and any(hasattr(home, spec.criterion.name) for home in (nn, nn.functional))
+        is_of_torch = spec.criterion is not None and any(
+            hasattr(home, spec.criterion.name) for home in (nn, nn.functional)
+        )
         is_odd = count != int(count) or count <= len(machine.tasks) < machine.rows
-        if (
-            self._told_count
-            or is_of_torch
-            or not math.isfinite(count)
-            or not (count and is_odd)
-        ):
+        if self._told_count or is_of_torch or not math.isfinite(count) or not (count and is_odd):
             return
         self._told_count = True
         self._membership.cluster.notice(

@@ -49,7 +49,19 @@ MODES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 PROGRAMS: dict[str, Program] = {
     program.name: program
-    for module in (vision, detection, kept, language, signals, contrastive, recipes, constraints, derivatives, habits, outside)
+    for module in (
+        vision,
+        detection,
+        kept,
+        language,
+        signals,
+        contrastive,
+        recipes,
+        constraints,
+        derivatives,
+        habits,
+        outside,
+    )
     for program in module.PROGRAMS
 }
 

@@ -122,6 +122,14 @@ class Beside(Own):
         super().step()
 
 
+class SlowInGroups(Own):
+    """Keeps a copy of each parameter in its group, as some look-ahead optimizers do."""
+
+    def __init__(self, parameters: Any, rule: Any) -> None:
+        super().__init__(parameters, rule)
+        self.param_groups[0]["slow"] = [parameter.detach().clone() for parameter in self.param_groups[0]["params"]]
+
+
 class Together(optim.SGD):
     """One factor from all parameters, as optimizers without a learning rate have."""
 
@@ -157,6 +165,7 @@ def watched(named: Mapping[str, nn.Parameter]) -> optim.Optimizer:
         (lambda named: Own(named.values(), averaging), set()),
         (lambda named: Beside(named.values(), averaging), {"tensor", "pipeline", "zero 1"}),
         (lambda named: Own(named.values(), remembering), {"tensor"}),
+        (lambda named: SlowInGroups(named.values(), averaging), {"tensor", "pipeline", "zero 1"}),
     ],
     ids=[
         "norm",
@@ -170,6 +179,7 @@ def watched(named: Mapping[str, nn.Parameter]) -> optim.Optimizer:
         "slow",
         "state of no parameter",
         "tensors in a list",
+        "tensors in groups",
     ],
 )
 def test_what_looks_at_more_than_an_element_is_found(make: Any, refused: set[str]) -> None:
