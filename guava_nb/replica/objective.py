@@ -260,7 +260,9 @@ def _is_mean(node: Any) -> bool:
         return False
     if node.name() in ("AddBackward0", "SubBackward0"):
         return all(_is_mean(made) for made, _ in node.next_functions)
-    return node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
+    if node.name().startswith("MeanBackward"):  # of sums over the samples it is no mean over them
+        return not any(made is not None and made.name().startswith("SumBackward") for made, _ in node.next_functions)
+    return getattr(node, "_saved_reduction", None) == _MEAN
 
 
 def _is_count(count: Any) -> bool:

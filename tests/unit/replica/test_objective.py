@@ -127,6 +127,7 @@ def test_a_mean_with_a_count_and_a_loss_with_another_are_refused() -> None:
         lambda o, y: (ce(o, y, reduction="sum"), len(y)),
         lambda o, y: (ce(o, y) * len(y) + 0.1 * o.mean(), len(y)),
         lambda o, y: (o.exp().mean(1).sum(), (y != 0).sum()),
+        lambda o, y: (o.exp().sum(0).mean(), len(y)),
     ):
         assert objective("f", f=right)(identity(), (outputs, targets), 6).weight == 1.0
 
