@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from guava_nb.errors import ConfigError
+from guava_nb.nested import leaves
 from guava_nb.parallel.blocks import repeated_blocks
 from guava_nb.parallel.loss_interface import MakeOptimizer
 from guava_nb.parallel.replicas.zero1 import keep_owned, owners
@@ -153,12 +154,14 @@ class _Played:
         name: of the optimizer.
         values: of what is here of each parameter, after every step.
         state: shapes of the tensors kept for each parameter.
+        beside: state that could not be put together from parts, "" for none.
         problem: what a step raised.
     """
 
     name: str = ""
     values: list[dict[str, Tensor]] = field(default_factory=list)
     state: dict[str, list[torch.Size]] = field(default_factory=dict)
+    beside: str = ""
     problem: Exception | None = None
 
 
@@ -226,12 +229,26 @@ def _play(
     except Exception as problem:  # an optimizer of the user's may raise anything
         played.problem = problem
         return played
-    names = {id(parameter): name for name, parameter in named.items()}
+    _note_state(played, optimizer, {id(parameter): name for name, parameter in named.items()}, part)
+    return played
+
+
+def _note_state(played: _Played, optimizer: Optimizer, names: Mapping[int, str], part: _Part) -> None:
     for key, state in optimizer.state.items():
         if name := names.get(id(key), ""):
             tensors = [value for value in state.values() if isinstance(value, Tensor)]
             played.state[name] = [t.shape for t in tensors if t.numel() > 1 and t.shape != key.shape]
-    return played
+            inside = [k for k, one in state.items() if not isinstance(one, Tensor) and list(leaves(one))]
+            if inside and part.is_cut:
+                played.beside = (
+                    f"tensors inside a {type(state[inside[0]]).__name__} (self.state[parameter][{inside[0]!r}])"
+                )
+        else:
+            played.beside = f"state that belongs to no parameter (self.state[{key!r}])"
+    for group in optimizer.param_groups:
+        for word, value in group.items():
+            if word != "params" and any(tensor.numel() > 1 for tensor in leaves(value)):
+                played.beside = f"tensors in its groups of parameters (group[{word!r}])"
 
 
 def _stepped(part: _Part, named: Mapping[str, Tensor]) -> Collection[str]:
@@ -258,6 +275,11 @@ def _difference(first: Mapping[str, Tensor], whole: _Played, found: _Played, par
         lines = str(found.problem).splitlines() or [type(found.problem).__name__]
         why = textwrap.shorten(lines[0], 160, placeholder=" ...")
         return f"{whole.name} cannot step on {part.what} ({why}); use {part.way}"
+    if found.beside:
+        return (
+            f"{found.name} keeps {found.beside}, and a checkpoint could not be put together from {part.what}: keep numbers in "
+            "self.param_groups, and tensors as they are in self.state[parameter], or use data mode"
+        )
     of_other_shape = next((name for name, shapes in found.state.items() if part.is_cut and shapes), "")
     name = of_other_shape or _furthest(first, whole, found, part)
     if not name:

@@ -22,12 +22,12 @@ _HERE = Path(__file__).parent
 _TORCHS_OWN = Path(torch.distributed.__file__).parent
 
 
-def explained(error: BaseException, is_sharded: bool) -> TrainingError | None:
+def explained(error: BaseException, is_sharded: bool = False) -> TrainingError | None:
     """Return what an error of a step says to its user; None: it is about something else.
 
     Args:
         error: raised by forward or backward.
-        is_sharded: by ZeRO 2 or 3; else layers are split in tensor mode.
+        is_sharded: by ZeRO 2 or 3; else layers are split in tensor mode, or none is spread.
     """
     if is_sharded and isinstance(error, AssertionError) and "does not support deepcopy" in str(error):
         return TrainingError(
@@ -36,6 +36,12 @@ def explained(error: BaseException, is_sharded: bool) -> TrainingError | None:
         )
     if not isinstance(error, RuntimeError):
         return None
+    if "backward through the graph a second time" in str(error):
+        return TrainingError(
+            "the graph of this loss was used up by an earlier backward: the step called backward() on the loss that it returns "
+            "(leave backward(), zero_grad() and optimizer.step() out of it, the run does them), or something that it kept "
+            "from an earlier step, such as a hidden state, leads back into that step (detach() it)"
+        )
     if is_sharded and "storage of size 0" in str(error):
         return TrainingError(
             "ZeRO 2 and 3 give a layer's parameters back after its forward, and the step needs them once more (a "

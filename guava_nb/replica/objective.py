@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from guava_nb.errors import ConfigError
+from guava_nb.parallel.step_errors import explained
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.model.build import place_module
 from guava_nb.replica.scores import Scoring, TokenScores
@@ -33,6 +34,7 @@ __all__ = [
     "Observer",
     "Loss",
     "Objective",
+    "backward",
     "build_criterion",
     "build_objective",
     "scoring",
@@ -74,6 +76,8 @@ class Objective(Protocol):
         """
 
 
+#: How torch's losses write down reduction="mean" in the graph.
+_MEAN = 1
 #: Why no gradient can come of a loss.
 NO_GRADIENT = (
     "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed from the model's outputs "
@@ -84,6 +88,23 @@ NO_GRADIENT = (
 def counts_none(loss: Loss) -> bool:
     """Whether a batch has nothing that counts, as (0, 0) of a step says: it adds nothing to the mean."""
     return loss.count is not None and float(loss.count) == 0.0
+
+
+def backward(value: Tensor, factor: Tensor | float, keep_graph: bool) -> None:
+    """Run backward of `value * factor` without an operation more than a plain loop has.
+
+    Raises:
+        TrainingError: another backward has used the graph up.
+    """
+    if value.dtype in (torch.float16, torch.bfloat16):
+        value = value.float()  # the factor would be rounded
+    seed = torch.full_like(value, factor) if isinstance(factor, float) else factor.to(value.dtype).reshape(value.shape)
+    try:
+        torch.autograd.backward(value, seed, retain_graph=keep_graph)
+    except RuntimeError as error:
+        if (told := explained(error)) is not None:
+            raise told from error
+        raise
 
 
 Criterion = Callable[[Any, Any, int], Loss]
@@ -213,12 +234,43 @@ def _read_outcome(role: str, outcome: Any, rows: int) -> Loss:
         if isinstance(loss_sum, Tensor) and loss_sum.numel() == 1 and count is None:
             return Loss(loss_sum.reshape(()), 1.0, None)
         if isinstance(loss_sum, Tensor) and loss_sum.numel() == 1 and _is_count(count):
+            _refuse_no_sum(role, loss_sum, count, rows)
             return Loss(loss_sum.reshape(()), 1.0, count.detach() if isinstance(count, Tensor) else float(count))
     shape = f" of shape {tuple(outcome.shape)}" if isinstance(outcome, Tensor) else ""
     raise ConfigError(
         f"the {role} function returned a {type(outcome).__name__}{shape}; return a scalar tensor, the mean over the "
         "batch, or (loss_sum, count) with the sum as a scalar tensor and its denominator, None for the plain sum"
     )
+
+
+def _refuse_no_sum(role: str, loss: Tensor, count: Any, rows: int) -> None:
+    """Refuse (mean, count) and (loss, another loss): one worker alone would train on the quotient, and nothing would show it.
+
+    Raises:
+        ConfigError: what computed them says that they are no sum and no count.
+    """
+    why = ""
+    if isinstance(count, Tensor) and count.requires_grad:
+        why = "the second one has a gradient, so it is no count"
+    # The value of a count on a GPU would have to be waited for.
+    elif rows > 1 and _is_mean(loss.grad_fn) and (isinstance(count, Tensor) and count.is_cuda or float(count) > 1):
+        why = "the first one is a mean already"
+    if why:
+        raise ConfigError(
+            f"the {role} function returned two values, which are read as (sum of losses, count), and {why}: return the mean loss "
+            'alone, or the sum (reduction="sum") and what it is to be divided by'
+        )
+
+
+def _is_mean(node: Any) -> bool:
+    """Whether the last thing that made a loss was a mean, or the sum of means."""
+    if node is None:
+        return False
+    if node.name() in ("AddBackward0", "SubBackward0"):
+        return all(_is_mean(made) for made, _ in node.next_functions)
+    if node.name().startswith("MeanBackward"):  # of sums over the samples it is no mean over them
+        return not any(made is not None and made.name().startswith("SumBackward") for made, _ in node.next_functions)
+    return getattr(node, "_saved_reduction", None) == _MEAN
 
 
 def _is_count(count: Any) -> bool:

@@ -22,9 +22,10 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from guava_nb.errors import ConfigError
+from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.nested import leaves
 from guava_nb.protocol.messages import Factory
+from guava_nb.replica.state_dict import plain
 from guava_nb.spec.factories import Resolve, build, find
 from guava_nb.spec.loading import loading_without_collections
 
@@ -122,41 +123,38 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
 def _refuse_by_trial(
     name: str, again: Callable[[Any], Any], named: Sequence[tuple[str, nn.Parameter]], is_class: bool
 ) -> None:
-    needs_closure, left_out = _try_step(again, named, is_class)
-    if needs_closure:
-        raise ConfigError(_CLOSURE.format(name))
-    if left_out:
-        raise ConfigError(
-            f"optimizer {name!r} holds another one in its {left_out!r}, whose state its own state_dict() leaves out, so it could "
-            "reach neither a worker that joins nor a checkpoint: keep what it remembers in self.state[parameter], or return the "
-            "state of both under 'state' in state_dict(), and take it in load_state_dict()"
-        )
-
-
-def _try_step(
-    make: Callable[[Any], Any], named: Sequence[tuple[str, nn.Parameter]], is_class: bool
-) -> tuple[bool, str]:
     """Take a step on small stand-ins.
 
-    Returns:
-        Whether it raises unless it is given a function that computes the loss again; and the attribute with another optimizer
-        whose state is not in the state dict, "" for none.
+    Raises:
+        ConfigError: it needs a function that computes the loss again, or keeps what no checkpoint would have.
     """
     stand_ins = [(name, _stand_in(parameter)) for name, parameter in named]
     called: list[bool] = []
-    left_out = ""
 
     def closure() -> Tensor:
         called.append(True)
         return torch.zeros(())
 
+    sentence = ""
     with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
-        optimizer = make([parameter for _, parameter in stand_ins] if is_class else stand_ins)
+        optimizer = again([parameter for _, parameter in stand_ins] if is_class else stand_ins)
         if (error := _error_of(optimizer.step)) is not None:
             # Of the user's code. One that a closure does not change has another reason, which the first step will tell.
-            return _error_of(partial(optimizer.step, closure)) != error and bool(called), ""
-        left_out = _left_out(optimizer)
-    return False, left_out
+            needs_closure = _error_of(partial(optimizer.step, closure)) != error and called
+            sentence = _CLOSURE.format(name) if needs_closure else ""
+        elif left_out := _left_out(optimizer):
+            sentence = (
+                f"optimizer {name!r} holds another one in its {left_out!r}, whose state its own state_dict() leaves out, so it "
+                "could reach neither a worker that joins nor a checkpoint: keep what it remembers in self.state[parameter], or "
+                "return the state of both under 'state' in state_dict(), and take it in load_state_dict()"
+            )
+        else:
+            try:
+                plain(optimizer.state_dict(), "state_dict()")
+            except CheckpointError as problem:
+                sentence = f"optimizer {name!r}: {problem}"
+    if sentence:
+        raise ConfigError(sentence)
 
 
 def _error_of(step: Callable[[], object]) -> str | None:

@@ -34,7 +34,7 @@ from guava_nb.replica.model.forward_writes import ForwardWrites
 from guava_nb.replica.model.gradient_hooks import GradientHooks
 from guava_nb.replica.model.parameter_watch import GradientSwitches, ParameterWatch, forward_changes
 from guava_nb.replica.model.wrappers import unwrapped
-from guava_nb.replica.objective import NO_GRADIENT, Loss, counts_none
+from guava_nb.replica.objective import NO_GRADIENT, Loss, backward, counts_none
 from guava_nb.replica.optimizer import build_optimizer, is_gated
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork, rows_of_batch, rows_of_parts
@@ -214,7 +214,7 @@ class Replica(BaseReplica):
                 if gates and len(parts) == 1:  # the true mean at once, which costs no pass over the gradients
                     factor = factor * _true_mean(work, [(loss, rows)])
                 if learns:
-                    _backward(loss.value, factor, self._keeps_graphs)
+                    backward(loss.value, factor, self._keeps_graphs)
                 if on_bucket is not None and last:
                     self._exchange.finish()
             losses.append((Loss(loss.value.detach(), loss.weight, loss.count), rows))
@@ -456,14 +456,6 @@ class Replica(BaseReplica):
 
 
 # ----------------------------------------------------------------------------------------------------------- functions
-
-
-def _backward(value: Tensor, factor: Tensor | float, keep_graph: bool) -> None:
-    """Run backward of `value * factor` without an operation more than a plain loop has."""
-    if value.dtype in (torch.float16, torch.bfloat16):
-        value = value.float()  # the factor would be rounded
-    seed = torch.full_like(value, factor) if isinstance(factor, float) else factor.to(value.dtype).reshape(value.shape)
-    torch.autograd.backward(value, seed, retain_graph=keep_graph)
 
 
 def _denominators(work: ShardWork, losses: Sequence[tuple[Loss, int]]) -> list[float | Tensor]:

@@ -83,6 +83,7 @@ class StateAtWorkers(StepsHeld, ABC):
 
     def _on_state(self, rank: int, message: State, payload: memoryview) -> None:
         if self.ahead is not None and self.ahead.take(rank, message, payload):
+            self.kept = message.kept
             return
         asked = message.run_id == self.run_id and self._awaited.get(message.request_id) == rank
         if asked and self._may_hold(rank, message.step):

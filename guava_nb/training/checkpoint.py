@@ -8,7 +8,7 @@ workers), step, position (epoch, batches, samples, feed), spec (what was trained
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,10 +45,12 @@ class Extras(NamedTuple):
     Attributes:
         base: digests of the frozen parameters that it leaves out.
         log: name of the run's log, with the steps and epochs that this counts and the run does not.
+        kept: places in Python that the run changed, which no checkpoint has.
     """
 
     base: Mapping[str, str] | None = None
     log: tuple[str, int, int] | None = None
+    kept: Sequence[str] = ()
 
 
 def write(
@@ -62,11 +64,12 @@ def write(
     Raises:
         CheckpointError: the file cannot be written.
     """
-    base, log = extras or Extras()
+    base, log, kept = extras or Extras()
     content = {
         "format": FORMAT,
         **(state if base is None else without_base(state, base)),
         **({"log": list(log)} if log else {}),
+        **({"kept": list(kept)} if kept else {}),
         "step": step,
         "position": {name: getattr(position, name) for name in Position.__slots__},
         "spec": {f: msgspec.to_builtins(getattr(spec, f)) for f in spec.__struct_fields__},
@@ -124,11 +127,13 @@ def _damaged(content: Mapping[str, Any]) -> str:
         return "optimizer"
     if not isinstance(spec, dict):
         return "spec"
-    base, log = content.get("base", {}), content.get("log", ["", 0, 0])
+    base, log, kept = content.get("base", {}), content.get("log", ["", 0, 0]), content.get("kept", [])
     if not isinstance(base, dict) or not all(isinstance(name, str) for name in base):
         return "base"
     if not isinstance(log, list | tuple) or [type(one) for one in log] != [str, int, int]:
         return "log"
+    if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
+        return "kept"
     if type(step) is not int or not -1 <= step < _MOST_COUNTED:
         return "step"
     if not isinstance(place, dict) or place.keys() != set(Position.__slots__):

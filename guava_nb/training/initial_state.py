@@ -195,12 +195,16 @@ def begun_anew(replica_set: ReplicaSet, last: ReplicaSet, strict: bool) -> str:
     if last.spec.optimizer_site == "orchestrator":  # that optimizer is here
         now, fresh = (digests(None, {}, one.master.optimizer) for one in (last, replica_set))
         kept += [name for name in changed_since(fresh, now) if name not in kept]
+    return "" if unlike(replica_set, last) else _lost(replica_set, kept, "the last run", strict)
+
+
+def _lost(replica_set: ReplicaSet, kept: Sequence[str], run: str, strict: bool) -> str:
     kept = [name for name in kept if _is_used(replica_set, name.strip("()"))]
-    if not kept or unlike(replica_set, last):
+    if not kept:
         return ""
     names = ", ".join(name.strip("()") for name in kept[:4])
     sentence = (
-        f"{names}: the last run changed this outside of parameters, buffers and torch's optimizer state, and it begins anew now, "
+        f"{names}: {run} changed this outside of parameters, buffers and torch's optimizer state, and it begins anew now, "
         "while plain PyTorch goes on with it. Keep it in a buffer (self.register_buffer), let get_extra_state() of the model or "
         "state_dict() of the optimizer return it, or train all epochs in one run"
     )
@@ -263,7 +267,7 @@ def from_checkpoint(
 
     Raises:
         CheckpointError: it belongs to another model, optimizer or scheduler.
-        ConfigError: all its epochs are done.
+        ConfigError: all its epochs are done; or the run is strict, and something begins anew that no checkpoint has.
     """
     checkpoint.check_model(path, content, replica_set.master.model.state_dict(), replica_set.spec.model)
     spec, replica_set.from_seed = replica_set.spec, False
@@ -303,7 +307,8 @@ def from_checkpoint(
             f"{path} is at the end of epoch {plan.start.epoch} and num_epochs is {plan.num_epochs}, counted from the very "
             "beginning: nothing is left to do. Ask for more epochs (--epochs)"
         )
-    return notes + _only_its_end(path, plan)
+    lost = _lost(replica_set, content.get("kept", ()), f"the run of {path}", plan.check == "strict")
+    return notes + [lost] * bool(lost) + _only_its_end(path, plan)
 
 
 def _only_its_end(path: Path, plan: TrainingPlan) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from guava_nb.cluster.roster import Member
 from guava_nb.data.loader_feed import LoadedBatch
@@ -265,18 +266,17 @@ class StepAccounting:
 
     def _tell_odd_count(self, step: StepInFlight, loss_sum: float, count: float) -> None:
         """Tell, once, of a count that may be no count: with (loss, accuracy) the run trains on their quotient."""
-        machine = step.machine
+        machine, spec = step.machine, self._replica_set.spec
+        role = "step" if spec.criterion is None else "criterion"
+        is_of_torch = spec.criterion is not None and any(
+            hasattr(home, spec.criterion.name) for home in (nn, nn.functional)
+        )
         is_odd = count != int(count) or count <= len(machine.tasks) < machine.rows
-        if (
-            self._told_count
-            or self._replica_set.spec.step is None
-            or not math.isfinite(count)
-            or not (count and is_odd)
-        ):
+        if self._told_count or is_of_torch or not math.isfinite(count) or not (count and is_odd):
             return
         self._told_count = True
         self._membership.cluster.notice(
-            f"the step returns two values, which are read as (sum of losses, count): in step {machine.step + 1} the count is "
+            f"two values that the {role} returns are read as (sum of losses, count): in step {machine.step + 1} the count is "
             f"{count:g} for {machine.rows} samples, so the loss is {loss_sum:g} / {count:g} = {loss_sum / count:g}. If the "
             "second value is no count but an accuracy, say, return the loss alone. Told once"
         )

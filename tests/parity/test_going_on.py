@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from guava_nb import Orchestrator
-from guava_nb.errors import WorkerLost
+from guava_nb.errors import ConfigError, WorkerLost
 from guava_nb.protocol.messages import Channel, FetchState, SchedulerStep, State, StepApplied, channel_of
 from guava_nb.training.run import Run
 from tests.support.direct import DirectWorker, once_after
@@ -313,3 +313,39 @@ def test_what_the_user_s_code_changed_beside_the_state_begins_anew_as_before(ses
     run = train(session)
     assert "calls: the last run changed this outside of parameters" in said(session)
     assert difference(run.model(), plain(session, 2)) <= 1e-9
+
+
+_COUNTING = """
+import torch
+
+class Counting(torch.optim.AdamW):
+    times = 0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.seen = getattr(parameter, "seen", 0) + 1
+        self.times = self.times + 1
+        return super().step(closure)
+
+def counting(named):
+    made = Counting([parameter for _, parameter in named], lr=0.02)
+    made.times = 1
+    return made
+"""
+
+
+@pytest.mark.parametrize("by_itself", [False, True], ids=["saved", "save_every"])
+def test_what_no_checkpoint_has_is_told_by_the_run_that_goes_on_from_one(
+    session: Orchestrator, tmp_path: Path, by_itself: bool
+) -> None:
+    session.share(_COUNTING, "counting")
+    words: dict[str, Any] = {"optimizer": "counting", "optimizer_args": None}
+    train(session, **words, max_steps=2, **({"save_every": 2, "checkpoint_dir": tmp_path} if by_itself else {}))
+    path = next(tmp_path.iterdir()) if by_itself else session.save_checkpoint(tmp_path / "two.pt")
+    run = train(session, **words, resume=path)
+    told = next(text for text in said(session).split("\n") if f"the run of {path} changed this outside" in text)
+    assert told.startswith("optimizer.times, model.first.weight.seen, ")
+    assert difference(run.model(), plain(session, 1)) <= 1e-9
+    with pytest.raises(ConfigError, match="optimizer.times"):
+        train(session, **words, resume=path, check="strict")

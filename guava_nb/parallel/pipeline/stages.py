@@ -330,7 +330,7 @@ def _segment(traced: Traced, begin: int, end: int) -> nn.Module:
 def _runner(graph: fx.Graph, objects: Mapping[str, Any]) -> nn.Module:
     """Return a module whose forward is the graph, and which holds the objects that the graph uses under their full names.
 
-    `fx.GraphModule` does so too, and fails where a module of the model has the name of one of its own attributes (code, graph, meta).
+    `fx.GraphModule` does so too, and fails where a module has the name of one of its own attributes (code, graph, meta).
     """
     text = graph.python_code("self")
     space = dict(text.globals)

@@ -158,8 +158,8 @@ def _targets(model: nn.Module, whole: set[nn.Parameter]) -> list[tuple[str, nn.M
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise ConfigError(
-            "the whole model is one module of torch.jit, and ZeRO 2 and 3 cannot gather its parameters: build it of plain modules, "
-            "call it from the forward of one, or use data mode or zero_stage=1 (--zero 1)"
+            "the whole model is one module of torch.jit, and ZeRO 2 and 3 cannot gather its parameters: build it of plain "
+            "modules, call it from the forward of one, or use data mode or zero_stage=1 (--zero 1)"
         )
     closed = {name: m for name, m in repeated_blocks(model).items() if _is_closed(model, m)}
     blocks = {name: m for name, m in closed.items() if not isinstance(m, torch.jit.ScriptModule)}

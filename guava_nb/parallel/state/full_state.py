@@ -149,13 +149,18 @@ def assemble_optimizer(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name, values in ((name, values) for rank in ranks for name, values in rank["state"].items()):
         entry = state.setdefault(numbers[name], {})
         for key, value in values.items():
-            if isinstance(value, list):
+            if isinstance(value, list) and all(
+                isinstance(one, StatePiece) for one in value
+            ):  # none, where a rank holds nothing
                 pieces.setdefault(f"{name}/{key}", []).extend(value)
                 value = f"{name}/{key}"
             entry.setdefault(key, value)
     full = assemble(list(pieces.values()))
     for entry in state.values():
-        entry.update({key: full[value] for key, value in entry.items() if isinstance(value, str) and value in full})
+        found = {key: value for key, value in entry.items() if isinstance(value, str) and value in pieces}
+        entry.update(
+            {key: full.get(value, []) for key, value in found.items()}
+        )  # the user's own list may be empty, too
     groups = [_group_options(names, ranks, numbers) for names in order]
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 

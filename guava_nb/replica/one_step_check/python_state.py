@@ -148,6 +148,9 @@ def digests(model: nn.Module | None, others: Mapping[str, object], optimizer: ob
     owners = [
         one for one in _owners(nn.Module() if model is None else model, others, set()) if id(one.values) not in carried
     ]
+    if model is not None:
+        named = model.named_parameters()
+        owners += [_Owner(f"model.{name}", vars(p), lambda key, value: key[:1] != "_") for name, p in named if vars(p)]
     if optimizer is not None and hasattr(optimizer, "__dict__"):
         owners.append(_Owner("optimizer", vars(optimizer), _is_beside_state))
     fixed = set() if model is None else {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}

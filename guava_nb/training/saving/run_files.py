@@ -51,7 +51,7 @@ class RunFiles:
         self._job, self._replica_set, self._place = job, replica_set, place
         self._notice, self._folder, self._keep = job.cluster.notice, plan.save_folder, plan.keep
         self.name = plan.save_name or replica_set.run_id
-        self.extras = checkpoint.Extras(plan.base, plan.log_mark)
+        self._base, self._log_mark = plan.base, plan.log_mark
         self._writer: threading.Thread | None = None
         self._is_writing = self._told_slow = False
         self._written: dict[str, list[Path]] = {}
@@ -80,6 +80,11 @@ class RunFiles:
             target=self._write, args=(path, kind, write, held_step), name="guava-saving", daemon=True
         )
         self._writer.start()
+
+    @property
+    def extras(self) -> checkpoint.Extras:
+        """What a checkpoint of now has beside state and place."""
+        return checkpoint.Extras(self._base, self._log_mark, self._replica_set.kept)
 
     def save(self, path: Path) -> None:
         """Write the state that the master holds to this file, before it returns.

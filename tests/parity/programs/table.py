@@ -20,6 +20,7 @@ from tests.parity.programs import (
     contrastive,
     derivatives,
     detection,
+    habits,
     kept,
     language,
     outside,
@@ -48,7 +49,19 @@ MODES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 PROGRAMS: dict[str, Program] = {
     program.name: program
-    for module in (vision, detection, kept, language, signals, contrastive, recipes, constraints, derivatives, outside)
+    for module in (
+        vision,
+        detection,
+        kept,
+        language,
+        signals,
+        contrastive,
+        recipes,
+        constraints,
+        derivatives,
+        habits,
+        outside,
+    )
     for program in module.PROGRAMS
 }
 

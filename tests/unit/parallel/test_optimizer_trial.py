@@ -109,6 +109,27 @@ def by_rows(p: Tensor, state: dict[str, Any]) -> None:
     p.sub_(p.grad, alpha=0.1)
 
 
+def remembering(p: Tensor, state: dict[str, Any]) -> None:
+    state.setdefault("last", []).append(p.grad.clone())
+    p.sub_(sum(state["last"][-2:]), alpha=0.1)
+
+
+class Beside(Own):
+    """Keeps state that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        self.state["all"] = {"n": self.state.get("all", {"n": 0})["n"] + 1}  # type: ignore[index, call-overload]
+        super().step()
+
+
+class SlowInGroups(Own):
+    """Keeps a copy of each parameter in its group, as some look-ahead optimizers do."""
+
+    def __init__(self, parameters: Any, rule: Any) -> None:
+        super().__init__(parameters, rule)
+        self.param_groups[0]["slow"] = [parameter.detach().clone() for parameter in self.param_groups[0]["params"]]
+
+
 class Together(optim.SGD):
     """One factor from all parameters, as optimizers without a learning rate have."""
 
@@ -142,6 +163,9 @@ def watched(named: Mapping[str, nn.Parameter]) -> optim.Optimizer:
         (lambda named: Own(named.values(), noisy), set()),
         (lambda named: Own(named.values(), numpy_noise), set()),
         (lambda named: Own(named.values(), averaging), set()),
+        (lambda named: Beside(named.values(), averaging), {"tensor", "pipeline", "zero 1"}),
+        (lambda named: Own(named.values(), remembering), {"tensor"}),
+        (lambda named: SlowInGroups(named.values(), averaging), {"tensor", "pipeline", "zero 1"}),
     ],
     ids=[
         "norm",
@@ -153,6 +177,9 @@ def watched(named: Mapping[str, nn.Parameter]) -> optim.Optimizer:
         "noise",
         "other noise",
         "slow",
+        "state of no parameter",
+        "tensors in a list",
+        "tensors in groups",
     ],
 )
 def test_what_looks_at_more_than_an_element_is_found(make: Any, refused: set[str]) -> None:

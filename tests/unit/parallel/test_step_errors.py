@@ -66,3 +66,11 @@ def test_parameters_that_were_given_back_are_told_where_they_can_be() -> None:
     assert "gradient of a gradient" in str(explained(error, is_sharded=True))
     assert explained(error, is_sharded=False) is None
     assert explained(ValueError("storage of size 0, setup_context"), is_sharded=True) is None
+
+
+def test_a_graph_that_was_used_up_is_told_in_the_words_in_which_torch_refuses_it() -> None:
+    loss = torch.ones(2, requires_grad=True).pow(2).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError) as raised:
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert "leave backward(), zero_grad() and optimizer.step() out of it" in str(explained(raised.value))

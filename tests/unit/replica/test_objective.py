@@ -108,6 +108,30 @@ def test_user_functions_return_a_mean_or_a_sum_with_its_count() -> None:
     assert (float(loss.value), loss.count) == (6.0, 5.0)
 
 
+def test_a_mean_with_a_count_and_a_loss_with_another_are_refused() -> None:
+    outputs, targets = torch.randn(6, 5, requires_grad=True), torch.tensor([0, 1, 2, 3, 4, 0])
+    ce = functional.cross_entropy
+    cases = {
+        "mean already": (
+            lambda o, y: (ce(o, y), len(y)),
+            lambda o, y: (ce(o, y) + o.pow(2).mean(), torch.tensor(6)),
+            lambda o, y: (functional.mse_loss(o, o.detach() + 1), 6.0),
+        ),
+        "has a gradient": (lambda o, y: (ce(o, y) + o.pow(2).mean(), ce(o, y)),),
+    }
+    for says, functions in cases.items():
+        for function in functions:
+            with pytest.raises(ConfigError, match=says):
+                objective("f", f=function)(identity(), (outputs, targets), 6)
+    for right in (
+        lambda o, y: (ce(o, y, reduction="sum"), len(y)),
+        lambda o, y: (ce(o, y) * len(y) + 0.1 * o.mean(), len(y)),
+        lambda o, y: (o.exp().mean(1).sum(), (y != 0).sum()),
+        lambda o, y: (o.exp().sum(0).mean(), len(y)),
+    ):
+        assert objective("f", f=right)(identity(), (outputs, targets), 6).weight == 1.0
+
+
 def test_shared_modules_and_aliases_of_torch_criteria_keep_their_true_denominator() -> None:
     outputs, targets = torch.randn(4, 3), torch.tensor([0, 7, 2, 7])
     expected = float(functional.cross_entropy(outputs, targets, ignore_index=7))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import collections
 import io
 from typing import Any
 
@@ -345,6 +346,20 @@ class Wrapping(optim.Optimizer):
 def test_an_optimizer_that_asks_for_the_loss_again_is_refused_before_the_run() -> None:
     with pytest.raises(ConfigError, match="Sharpness evaluates the loss several times in one step"):
         build_optimizer(Factory("Sharpness", {"lr": 0.1}), model().named_parameters(), resolver(Sharpness=Sharpness))
+
+
+class Queued(optim.SGD):
+    """As L-BFGS of some libraries: keeps gradients in a queue."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("last", collections.deque(maxlen=2)).append(parameter.grad)
+
+
+def test_state_that_no_checkpoint_can_hold_is_refused_before_the_run() -> None:
+    says = r"'Queued': state_dict\(\)\['state'\]\[0\]\['last'\] is a deque, which cannot be saved as plain data"
+    with pytest.raises(ConfigError, match=says):
+        build_optimizer(Factory("Queued", {"lr": 0.1}), model().named_parameters(), resolver(Queued=Queued))
 
 
 def test_a_step_that_raises_for_another_reason_is_not_said_to_ask_for_the_loss() -> None:

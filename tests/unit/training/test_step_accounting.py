@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from guava_nb.errors import TrainingError
-from guava_nb.protocol.messages import ParallelSpec, StepApplied
+from guava_nb.protocol.messages import Factory, ParallelSpec, StepApplied
 from guava_nb.training.step_accounting import StepAccounting
 
 
@@ -59,8 +59,11 @@ def test_a_count_that_may_be_an_accuracy_is_told_once(count: float, shards: int,
     notices: list[str] = []
     made, _ = accounting(None, notices)
     made._told_count = False
-    made._replica_set.spec.step = "step"  # type: ignore[misc]
+    made._replica_set.spec.criterion = None if shards > 1 else Factory("own_loss")  # type: ignore[misc]
     flight: Any = SimpleNamespace(machine=SimpleNamespace(step=0, rows=8, tasks=[None] * shards))
     for _ in range(2):
         made._tell_odd_count(flight, 3.0, count)
     assert [("read as (sum of losses, count)" in text) for text in notices] == [True] * is_told
+    made._told_count, made._replica_set.spec.criterion = False, Factory("CrossEntropyLoss")  # type: ignore[misc]
+    made._tell_odd_count(flight, 3.0, 1.25)  # with weights of classes that is right
+    assert len(notices) == is_told
