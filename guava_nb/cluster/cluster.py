@@ -114,7 +114,7 @@ class Cluster:
         self.session_id = secrets.token_hex(8)
         self.least_wait_s = 30.0
         self._sessions: dict[int, SessionHandle] = {}
-        self._all_sessions: list[tuple[int, SessionHandle]] = []  # with the rank of each
+        self._all_sessions: dict[int, list[SessionHandle]] = {}  # by rank, gone ones included
         self._ranks: dict[bytes, int] = {}
         self._leaving: dict[int, str] = {}  # members that were not released yet, and why they go
         self.on_idle_leave: Callable[[int], None] = self.release
@@ -227,7 +227,7 @@ class Cluster:
             member.detail = "; ".join(notes)
             self._ranks[session.session_id] = member.rank
             self._sessions[member.rank] = session
-            self._all_sessions.append((member.rank, session))
+            self._all_sessions.setdefault(member.rank, []).append(session)
         for message in (Accept(member.name, self.session_id), *self.greetings):
             self.send(member.rank, message)
         came = "joined" if before is None else "joined again"
@@ -236,7 +236,8 @@ class Cluster:
 
     def _seat_before(self, session: SessionHandle, before: str) -> int | None:
         """The seat of a process that was given up here and comes back; None for a newcomer, or a copy of its identity."""
-        for rank, earlier in reversed(self._all_sessions):
+        rank = next((rank for known, rank in self._ranks.items() if known.hex() == before), None)
+        for earlier in self._all_sessions.get(-1 if rank is None else rank, ()):
             if earlier.session_id.hex() == before and hmac.compare_digest(earlier.identity, session.identity):
                 return rank if self.roster.members[rank].state == "lost" else None
         return None
@@ -382,7 +383,7 @@ class Cluster:
 
     def total_bytes(self, rank: int) -> tuple[int, int]:
         """Return what was sent to a member and came from it, since it joined, whether or not it is still there."""
-        wires = [session.wire for seat, session in self._all_sessions if seat == rank]
+        wires = [session.wire for session in self._all_sessions.get(rank, ())]
         return sum(sum(w.out_bytes.values()) for w in wires), sum(sum(w.in_bytes.values()) for w in wires)
 
     def payload_of(self, session_id: bytes, message: Message) -> int:
@@ -413,7 +414,7 @@ class Cluster:
 
     def all_sessions(self) -> list[SessionHandle]:
         """Return the sessions of all seats, gone ones included."""
-        return [session for _, session in self._all_sessions]
+        return [session for sessions in self._all_sessions.values() for session in sessions]
 
     def name(self, rank: int) -> str:
         """Return a member's name."""

@@ -35,11 +35,15 @@ class BucketSum:
     float32 (see `guava_nb.replica.buckets`); float64 stays float64.
     """
 
-    __slots__ = ("_next", "_present", "_total", "_waiting", "num_shards")
+    __slots__ = ("_next", "_of_senders", "_present", "_senders", "_total", "_waiting", "num_shards")
 
-    def __init__(self, num_shards: int) -> None:
-        """Expect one contribution from each of `num_shards` shards."""
-        self.num_shards = num_shards
+    def __init__(self, num_shards: int, of_senders: bool = False) -> None:
+        """Expect one contribution from each of `num_shards` shards.
+
+        `of_senders`: the result is of each element the mean of the contributions in which it is not 0.
+        """
+        self.num_shards, self._of_senders = num_shards, of_senders
+        self._senders: torch.Tensor | None = None
         self._next = 0
         self._total: torch.Tensor | None = None
         self._present = 0
@@ -54,6 +58,9 @@ class BucketSum:
             self._next += 1
 
     def _accumulate(self, tensor: torch.Tensor) -> None:
+        if self._of_senders:
+            senders = (tensor != 0).to(torch.int32)
+            self._senders = senders if self._senders is None else self._senders.add_(senders)
         if self._total is None:
             self._total = tensor
         elif self._total.shape != tensor.shape:
@@ -70,6 +77,7 @@ class BucketSum:
         return self._next == self.num_shards
 
     def result(self, present_bytes: int) -> tuple[bytes, torch.Tensor]:
-        """Return the union of the presence bits and the sum; only when complete."""
+        """Return the union of the presence bits, and the sum or mean; only when complete."""
         assert self._total is not None and self.complete, "asked for the sum of an incomplete bucket"
-        return self._present.to_bytes(present_bytes, "little"), self._total
+        mean = self._total if self._senders is None else self._total / self._senders.clamp(min=1)
+        return self._present.to_bytes(present_bytes, "little"), mean

@@ -44,6 +44,7 @@ from guava_nb.protocol.messages import Attach, Attached, Goodbye, Vitals
 from guava_nb.protocol.state import Event as StateEvent
 from guava_nb.protocol.state import Role, State, advance, received
 from guava_nb.transport.certificate import Certificate, self_signed_certificate
+from guava_nb.transport.descriptors import advice_if_full, make_room
 from guava_nb.transport.forks import close_in_children
 from guava_nb.transport.stream import Stream
 from guava_nb.transport.tcp import TcpStream, listen
@@ -243,9 +244,10 @@ class Listener:
         except (BlockingIOError, ConnectionError):
             return  # it left before we came
         except OSError as problem:
-            self._log.warning("cannot accept a connection: %s", problem)
+            self._log.warning("cannot accept a connection: %s", advice_if_full(problem) or problem)
             time.sleep(_ACCEPT_PAUSE_S)
             return
+        make_room(accepted.fileno())
         seat = None if self._closing else self._guests.sit(_SEAT_WAIT_S)
         if seat is None:
             accepted.close()

@@ -110,11 +110,22 @@ class Bucket:
         return None if is_exact else self.wire
 
     def is_forwarded(self, shards: int) -> bool:
-        """Whether a worker gets the messages of all other shards: of sparse ones, where no sum says as much or is shorter."""
+        """Whether a worker gets the messages of all other shards: sparse ones, where they are shorter than what else goes down."""
         found = self.wire_format
         if not isinstance(found, TopK):
             return False
-        return found.of_senders or shorter_way_down(found, found, self.numel, shards, self.dtype).is_forwarded
+        down = WIRE_FORMATS["fp32"] if found.of_senders else found
+        return shorter_way_down(found, down, self.numel, shards, self.dtype).is_forwarded
+
+    @property
+    def is_mean_of_senders(self) -> bool:
+        """Whether shards' messages come to the mean, element by element, of those that have it; it goes down exact."""
+        found = self.wire_format
+        return isinstance(found, TopK) and found.of_senders
+
+    def form_down(self, numel: int) -> FlatTensor:
+        """Return what a message says of `numel` elements of what the shards came to, where that goes down."""
+        return FlatTensor(dtype_name(self.dtype), numel) if self.is_mean_of_senders else self.form(numel)
 
     def form(self, numel: int) -> FlatTensor:
         """Return what a message says of `numel` elements of it as they travel; of gradients that is all of them."""
@@ -249,6 +260,12 @@ class BucketWire:
             self._own[step, index, number] = message
         return FlatTensor("uint8", len(message)), message
 
+    def encode_sum(self, number: int, flat: Tensor) -> tuple[FlatTensor, memoryview]:
+        """Return what the orchestrator says of what the shards' messages came to, `[numel]`, and its payload, as `encode` does."""
+        if self._layout.bucket(number).is_mean_of_senders:
+            return FlatTensor(dtype_name(flat.dtype), flat.numel()), tensor_bytes(flat)
+        return self.encode(number, flat)
+
     def settle(self, number: int, flat: Tensor) -> Tensor:
         """Return a bucket's flat tensor, `[numel]`, that does not travel, with all that earlier messages left out."""
         return flat if self._format_of(number) is None else self._feedback.settle(number, flat)
@@ -281,11 +298,13 @@ class BucketWire:
         Raises:
             RemoteProtocolError: the payload is none of that bucket, or a shard's message is neither in it nor here.
         """
-        if message.forwarded is None:
-            return self.decode(message.bucket, message.tensor, payload)
         bucket = self._layout.bucket(message.bucket)
+        if message.forwarded is None:
+            if bucket.is_mean_of_senders:
+                return tensor_from(dtype_name(bucket.dtype), (bucket.numel,), payload)
+            return self.decode(message.bucket, message.tensor, payload)
         messages = self._messages_of(message, payload, self._format.encoded_bytes(bucket.numel, bucket.dtype))
-        together = mean_of_senders if isinstance(self._format, TopK) and self._format.of_senders else sum_of_messages
+        together = mean_of_senders if bucket.is_mean_of_senders else sum_of_messages
         return together(self._format, messages, bucket.numel, bucket.dtype)
 
     def _messages_of(self, message: SumBucket, payload: memoryview, nbytes: int) -> Iterator[memoryview]:

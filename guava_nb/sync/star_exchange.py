@@ -109,7 +109,8 @@ class StarExchange(StepExchange[Replicas]):
             if isinstance(instruction, Add):
                 if message.bucket == BUFFERS and BUFFERS not in in_flight.sums:
                     in_flight.sums[BUFFERS] = self._merge_of(in_flight)
-                in_flight.add(message.bucket, message.shard, tensor, message.present)
+                of_senders = self._replicas.master.layout.bucket(message.bucket).is_mean_of_senders
+                in_flight.add(message.bucket, message.shard, tensor, message.present, of_senders)
                 if self._wire.is_forwarded(message.bucket, len(in_flight.machine.tasks)):
                     in_flight.messages.setdefault(message.bucket, {})[message.shard] = rank, payload
         self._carry_out(in_flight, instructions)
@@ -134,7 +135,7 @@ class StarExchange(StepExchange[Replicas]):
         if bucket in in_flight.messages:
             self._forward(in_flight, bucket, present, commit)
             return
-        tensor, payload = self._wire.encode(bucket, flat)
+        tensor, payload = self._wire.encode_sum(bucket, flat)
         message = self._head_of(SumBucket, in_flight, bucket, present, tensor, commit)
         self._job.cluster.send_all(in_flight.members, message, [payload])
 

@@ -31,7 +31,7 @@ __all__ = ["TlsStream"]
 _FIRST_BYTES = 16
 _RECORD_BYTES = 16 << 10  # the largest TLS record
 _SEAL_BYTES = 8 * _RECORD_BYTES  # encrypted, then sent: few calls, and still in the processor's cache
-_FETCH_BYTES = 16 * _RECORD_BYTES  # ciphertext taken from the stream at once
+_FETCH_BYTES = 16 * _RECORD_BYTES  # ciphertext taken from the stream at once, at most: a busy stream's buffer grows to it
 # Each record that is decrypted gives the interpreter's lock away and takes it again. With more readers at it than cores
 # they mostly wake each other: streams share half as many turns as there are cores, and who waits for one does not compete.
 _TURNS = [threading.Lock() for _ in range(max(1, (os.cpu_count() or 2) // 2))]
@@ -142,7 +142,6 @@ class TlsStream(Stream):
                 raise LinkBroken(f"{self.peer} closed the connection during the TLS handshake")
             self._first = self._first or bytes(self._fetched[: min(count, _FIRST_BYTES)])
         self._stream.set_deadline(None)
-        self._fetched = memoryview(bytearray(_FETCH_BYTES))
 
     def _handshake_step(self) -> bool:
         """Go on as far as the bytes at hand allow; whether the handshake is done."""
@@ -232,6 +231,8 @@ class TlsStream(Stream):
         if count:
             with self._crypto:
                 self._incoming.write(self._fetched[:count])
+        if count == len(self._fetched) < _FETCH_BYTES:  # a hub of 1,000 workers has 2,000 streams, few of them busy
+            self._fetched = memoryview(bytearray(4 * count))
         return count
 
     def _send_owed(self) -> None:

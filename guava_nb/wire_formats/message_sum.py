@@ -47,7 +47,7 @@ def mean_of_senders(
         RemoteProtocolError: as `sum_of_messages`.
     """
     total = torch.zeros(numel, dtype=accumulation_dtype(dtype), device=device)
-    senders = torch.zeros(numel, dtype=torch.int16, device=device)
+    senders = torch.zeros(numel, dtype=torch.int32, device=device)
     for message in messages:
         decoded = wire_format.decode(message, numel, dtype, device)
         total += decoded

@@ -38,7 +38,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[2]
 WARM_UP_STEPS = 3
 STEPS_OF_A_SESSION = 5
-PATIENCE_S = 300.0
+PATIENCE_S = 600.0
 
 
 # --------------------------------------------------------------------------------------- the process of the orchestrator
@@ -192,11 +192,12 @@ class Worker:
         import torch
 
         from guava_nb.link.dialler import dial
+        from guava_nb.link.options import LinkOptions
         from guava_nb.telemetry.hardware import describe
 
         self._fleet, self._step, self._waiting = fleet, -1, list[Any]()
         self.over = threading.Event()
-        self._session = dial(code, self._on_event)
+        self._session = dial(code, self._on_event, LinkOptions(connect_timeout_s=PATIENCE_S))
         self._send(describe(torch.device("cpu"), name, "spawned"))
 
     def leave(self, in_order: bool) -> None:
