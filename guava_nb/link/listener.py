@@ -57,6 +57,7 @@ _SECRET_BYTES = 16
 _REPORT_LIMITS = Limits(max_record_bytes=1 << 20, max_payload_bytes=0)
 _SEAT_WAIT_S = 1.0
 _ACCEPT_PAUSE_S = 0.05  # when the system has no more file descriptors
+_LOOK_EVERY_S = 0.05  # at most so often at all sessions: 1,000 that join would have each other looked at a million times
 _REASONS: tuple[tuple[type[GuavaError], str], ...] = (
     (AuthenticationError, "wrong code"),
     (VersionMismatch, "other version"),
@@ -168,7 +169,7 @@ class Listener:
         self._refused: Counter[str] = Counter()
         self._counting = threading.Lock()
         self._log = LogLimit(logger)
-        self._closing = False
+        self._closing, self._looked = False, float("-inf")
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -259,6 +260,9 @@ class Listener:
     def _patience_s(self) -> float | None:
         """Give up what is overdue; seconds until the next may be."""
         now = time.monotonic()
+        if now < self._looked + _LOOK_EVERY_S:
+            return self._looked + _LOOK_EVERY_S - now
+        self._looked = now
         shortest: float | None = None
         sessions = self._registry.sessions()
         self.patience.look(now, [session.lost_at for session in sessions if session.state in ("open", "suspect")])
