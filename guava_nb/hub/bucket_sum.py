@@ -20,6 +20,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
     The sum is a fast first look (one pass, no temporary); only when it overflows is every element looked at.
     """
+    if tensor.is_sparse:
+        tensor = tensor.values()
     if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     total = tensor.sum()
@@ -32,7 +34,7 @@ class BucketSum:
     """One bucket of one step: takes each shard's contribution once, adds them in shard order.
 
     The first contribution's memory becomes the accumulator, so nothing is copied. Half-precision types arrive as
-    float32 (see `guava_nb.replica.buckets`); float64 stays float64.
+    float32 (see `guava_nb.replica.buckets`); float64 stays float64. A contribution may be a sparse tensor.
     """
 
     __slots__ = ("_next", "_of_senders", "_present", "_senders", "_total", "_waiting", "num_shards")
@@ -59,10 +61,10 @@ class BucketSum:
 
     def _accumulate(self, tensor: torch.Tensor) -> None:
         if self._of_senders:
-            senders = (tensor != 0).to(torch.int32)
-            self._senders = senders if self._senders is None else self._senders.add_(senders)
+            senders = tensor.bool().to(torch.int32)  # 1 where it is not 0
+            self._senders = senders.to_dense() if self._senders is None else self._senders.add_(senders)
         if self._total is None:
-            self._total = tensor
+            self._total = tensor.to_dense()
         elif self._total.shape != tensor.shape:
             raise TrainingError(
                 f"shards of one step sent {self._total.numel()} and {tensor.numel()} elements for the same bucket: a buffer of "

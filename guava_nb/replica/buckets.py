@@ -292,6 +292,13 @@ class BucketWire:
         bucket = self._layout.bucket(number)
         return wire_format.decode(payload, bucket.numel, bucket.dtype)
 
+    def decode_part(self, number: int, tensor: FlatTensor, payload: memoryview) -> Tensor:
+        """Return what a shard sent of a bucket, to be added up, as `decode` does; a sparse message stays a sparse tensor."""
+        bucket, wire_format = self._layout.bucket(number), self._format_of(number)
+        if isinstance(wire_format, TopK) and bucket.numel:
+            return wire_format.decode_sparse(payload, bucket.numel, bucket.dtype)
+        return self.decode(number, tensor, payload)
+
     def decode_sum(self, message: SumBucket, payload: memoryview) -> Tensor:
         """Return the sum, `[numel]`, of a bucket that came from the hub; memory as of `decode`.
 

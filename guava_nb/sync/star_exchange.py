@@ -98,13 +98,15 @@ class StarExchange(StepExchange[Replicas]):
         if in_flight is None or message.bucket not in in_flight.machine.buckets:
             return
         self._replicas.master.layout.bucket(message.bucket).check_form(message.tensor, message.present)
-        tensor = self._wire.decode(message.bucket, message.tensor, payload)
+        tensor = self._wire.decode_part(message.bucket, message.tensor, payload)
         instructions = in_flight.machine.on_bucket(
             rank, message.generation, message.shard, message.bucket, is_finite(tensor)
         )
         for instruction in instructions:
             if isinstance(instruction, Halt):
-                names = self._replicas.master.layout.bucket(message.bucket).not_finite(tensor, message.present)
+                names = self._replicas.master.layout.bucket(message.bucket).not_finite(
+                    tensor.to_dense(), message.present
+                )
                 raise self._not_finite(in_flight, instruction, names[0] if names else "")
             if isinstance(instruction, Add):
                 if message.bucket == BUFFERS and BUFFERS not in in_flight.sums:

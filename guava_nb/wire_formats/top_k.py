@@ -6,6 +6,7 @@ The sparse updates of SparseLoCo (arXiv:2508.15706) are such messages.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,20 +111,34 @@ class TopK(WireFormat):
 
     # ---------------------------------------------------------------------------------------------------------- decode
 
+    def decode_sparse(self, message: Any, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return what `decode` does as a sparse tensor, `[numel]`, of the elements that were sent; errors as there.
+
+        Adding it to a sum costs as much as it has elements, and so does keeping it until those before it have come.
+        """
+        dtype = accumulation_dtype(dtype)
+        places, values = self._entries(self._checked(message, numel, dtype), numel, dtype)
+        return torch.sparse_coo_tensor(places.unsqueeze(0), values, (numel,), is_coalesced=True, check_invariants=False)
+
     def _decode(self, raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        out = torch.zeros(numel, dtype=dtype, device=raw.device)
-        rest = out
+        places, values = self._entries(raw, numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=raw.device).scatter_(0, places, values)
+
+    def _entries(self, raw: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the places of the elements that were sent, ascending, and their values."""
+        all_places, all_values, begin = list[Tensor](), list[Tensor](), 0
         for section in self._sections(numel):
             rows, length, count = section
-            dense, rest = rest[: rows * length].view(rows, length), rest[rows * length :]
             sizes = self._sizes(*section, dtype)
             # Cloned, since a view as a larger type needs an aligned beginning.
             levels, indices, codes = (part.clone() for part in torch.split_with_sizes(raw[: sum(sizes)], sizes))
             raw = raw[sum(sizes) :]
-            places = decoded_indices(indices, rows, length, count)
+            firsts = torch.arange(begin, begin + rows * length, length, device=raw.device).unsqueeze(1)
+            all_places.append((decoded_indices(indices, rows, length, count) + firsts).reshape(-1))
             values = codes.view(dtype) if self.bits == 32 else self._values(levels, codes, rows, count).to(dtype)
-            dense.scatter_(1, places, values.view(rows, count))
-        return out
+            all_values.append(values.reshape(-1))
+            begin += rows * length
+        return torch.cat(all_places), torch.cat(all_values)
 
     def _values(self, raw_levels: Tensor, raw_codes: Tensor, rows: int, count: int) -> Tensor:
         levels = checked_scales(raw_levels, _LARGEST).view(rows, 2)

@@ -66,16 +66,20 @@ class WireFormat(ABC):
         Raises:
             RemoteProtocolError: the message has another length, or holds what `encode` never writes.
         """
-        dtype, expected = accumulation_dtype(dtype), self.encoded_bytes(numel, dtype)
+        dtype = accumulation_dtype(dtype)
+        raw = self._checked(message, numel, dtype)
+        if not raw.numel():
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return self._decode(raw.to(device), numel, dtype)
+
+    def _checked(self, message: Any, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the bytes of a message of the right length: aligned, writable and our own, whatever their memory was."""
+        expected = self.encoded_bytes(numel, dtype)
         if len(message) != expected:
             raise RemoteProtocolError(
                 f"{len(message)} bytes came for {numel} elements as {self.name}, which take {expected}"
             )
-        if not expected:
-            return torch.zeros(numel, dtype=dtype, device=device)
-        # The copy is aligned, writable and our own, whatever the payload's memory was.
-        raw = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
-        return self._decode(raw, numel, dtype)
+        return torch.frombuffer(bytearray(message), dtype=torch.uint8) if expected else torch.zeros(0, dtype=torch.uint8)
 
     @abstractmethod
     def _encode(self, values: Tensor) -> Sequence[Tensor]:

@@ -52,3 +52,21 @@ def test_a_sum_that_overflows_is_not_a_bad_element() -> None:
     assert is_finite(torch.full((100,), 3e38))
     assert is_finite(torch.empty(0)) and is_finite(torch.tensor([2**62, 2**62]))
     assert not is_finite(torch.tensor([float("inf"), float("-inf")]))
+
+
+@pytest.mark.parametrize("of_senders", [False, True])
+def test_sparse_contributions_come_to_what_dense_ones_do_and_to_the_mean_of_those_that_have_an_element(
+    of_senders: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    parts = [torch.randn(500, generator=generator) * (torch.rand(500, generator=generator) < 0.2) for _ in range(3)]
+    expected = sum(parts) / (sum((part != 0).int() for part in parts).clamp(min=1) if of_senders else 1)  # type: ignore[union-attr, arg-type]
+    for order in itertools.permutations(range(3)):
+        sparse, dense = BucketSum(3, of_senders), BucketSum(3, of_senders)
+        for shard in order:
+            assert is_finite(parts[shard].to_sparse())
+            sparse.add(shard, parts[shard].to_sparse(), b"\1")
+            dense.add(shard, parts[shard].clone(), b"\1")
+        assert torch.equal(sparse.result(1)[1], dense.result(1)[1])
+        assert torch.allclose(dense.result(1)[1], expected, atol=1e-6)  # type: ignore[arg-type]
+    assert not is_finite(torch.tensor([0.0, float("nan")]).to_sparse())
