@@ -57,7 +57,9 @@ class DockerLauncher(Launcher):
         try:
             done = run_program(words, limit_s=CHECK_S)
         except ConfigError as problem:
-            raise ConfigError(f"{problem}. A large image takes longer to come: docker pull {self._image} first") from problem
+            raise ConfigError(
+                f"{problem}. A large image takes longer to come: docker pull {self._image} first"
+            ) from problem
         found: PythonThere | None = facts_in(done.stdout)
         if found is None:
             raise ConfigError(

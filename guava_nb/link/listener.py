@@ -57,7 +57,9 @@ _SECRET_BYTES = 16
 _REPORT_LIMITS = Limits(max_record_bytes=1 << 20, max_payload_bytes=0)
 _SEAT_WAIT_S = 1.0
 _ACCEPT_PAUSE_S = 0.05  # when the system has no more file descriptors
-_LOOK_EVERY_S = 0.05  # at most so often at all sessions: 1,000 that join would have each other looked at a million times
+_LOOK_EVERY_S = (
+    0.05  # at most so often at all sessions: 1,000 that join would have each other looked at a million times
+)
 _REASONS: tuple[tuple[type[GuavaError], str], ...] = (
     (AuthenticationError, "wrong code"),
     (VersionMismatch, "other version"),

@@ -110,7 +110,7 @@ class Bucket:
         return None if is_exact else self.wire
 
     def is_forwarded(self, shards: int) -> bool:
-        """Whether a worker gets the messages of all other shards: sparse ones, where they are shorter than what else goes down."""
+        """Whether a worker gets the messages of all other shards: sparse ones, where they are shorter than what they came to."""
         found = self.wire_format
         if not isinstance(found, TopK):
             return False
@@ -261,7 +261,7 @@ class BucketWire:
         return FlatTensor("uint8", len(message)), message
 
     def encode_sum(self, number: int, flat: Tensor) -> tuple[FlatTensor, memoryview]:
-        """Return what the orchestrator says of what the shards' messages came to, `[numel]`, and its payload, as `encode` does."""
+        """Return what a message says of what the shards came to, `[numel]`, and its payload, as `encode` does."""
         if self._layout.bucket(number).is_mean_of_senders:
             return FlatTensor(dtype_name(flat.dtype), flat.numel()), tensor_bytes(flat)
         return self.encode(number, flat)

@@ -31,7 +31,9 @@ __all__ = ["TlsStream"]
 _FIRST_BYTES = 16
 _RECORD_BYTES = 16 << 10  # the largest TLS record
 _SEAL_BYTES = 8 * _RECORD_BYTES  # encrypted, then sent: few calls, and still in the processor's cache
-_FETCH_BYTES = 16 * _RECORD_BYTES  # ciphertext taken from the stream at once, at most: a busy stream's buffer grows to it
+_FETCH_BYTES = (
+    16 * _RECORD_BYTES
+)  # ciphertext taken from the stream at once, at most: a busy stream's buffer grows to it
 # Each record that is decrypted gives the interpreter's lock away and takes it again. With more readers at it than cores
 # they mostly wake each other: streams share half as many turns as there are cores, and who waits for one does not compete.
 _TURNS = [threading.Lock() for _ in range(max(1, (os.cpu_count() or 2) // 2))]

@@ -79,7 +79,9 @@ class WireFormat(ABC):
             raise RemoteProtocolError(
                 f"{len(message)} bytes came for {numel} elements as {self.name}, which take {expected}"
             )
-        return torch.frombuffer(bytearray(message), dtype=torch.uint8) if expected else torch.zeros(0, dtype=torch.uint8)
+        return (
+            torch.frombuffer(bytearray(message), dtype=torch.uint8) if expected else torch.zeros(0, dtype=torch.uint8)
+        )
 
     @abstractmethod
     def _encode(self, values: Tensor) -> Sequence[Tensor]:

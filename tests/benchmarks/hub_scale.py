@@ -7,9 +7,9 @@
 The orchestrator is the whole one: session, training job, loader, sums and commits. A simulated worker answers what it is
 asked as a worker does and computes nothing: its gradients lie ready, so that the hub has as much to do as it can take.
 Per number of workers one JSON line: exchanges a second, processor time of the orchestrator's process per worker and MB (up and
-down counted together), what a worker costs it in an exchange and once joined, and its memory: at the first step, at half, at the end.
-With `--outer` these are rounds of local steps with that outer method; `--churn` has so many workers a minute leave, every second one
-of them killed, and as many join.
+down counted together), what a worker costs it in an exchange and once joined, and its memory: at the first step, at half, at
+the end. With `--outer` these are rounds of local steps with that outer method; `--churn` has so many workers a minute leave,
+every second one of them killed, and as many join.
 With `--base` the same is done with another checkout (its own code on both sides) in turn with this one, in the same run;
 ratios are medians of this over medians of that. `--sessions` opens and closes so many sessions in one process, each with a
 run of a few steps, and tells the memory after the tenth, after half of them and at the end.
@@ -39,6 +39,7 @@ HERE = Path(__file__).resolve().parents[2]
 WARM_UP_STEPS = 3
 STEPS_OF_A_SESSION = 5
 PATIENCE_S = 600.0
+MOST_IN_A_PROCESS = 250  # each has four threads, and thousands in one process mostly wait for each other
 
 
 # --------------------------------------------------------------------------------------- the process of the orchestrator
@@ -323,37 +324,45 @@ def come_and_go(fleet: Fleet, code: Any, workers: list[Worker], every_s: float, 
 
 
 class Pair:
-    """An orchestrator's and the workers' process, both with the code of one checkout."""
+    """An orchestrator's process and those of the workers, all with the code of one checkout."""
 
     def __init__(self, tree: Path, arguments: argparse.Namespace, workers: int, python: str) -> None:
         command = [
-            python, str(Path(__file__).resolve()), "--workers", str(workers), "--megabytes", str(arguments.megabytes),
+            python, str(Path(__file__).resolve()), "--megabytes", str(arguments.megabytes),
             "--seconds", str(arguments.seconds), "--sessions", str(arguments.sessions), "--every", str(arguments.every),
             "--churn", str(arguments.churn), *(["--outer", arguments.outer] if arguments.outer else []),
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(tree)}
-        self._hub = subprocess.Popen([*command, "--part", "serve"], stdout=subprocess.PIPE, text=True, env=environment)
-        self._workers = subprocess.Popen(
-            [*command, "--part", "simulate"],
-            stdin=subprocess.PIPE,
-            text=True,
-            env={**environment, "OMP_NUM_THREADS": "1"},
-        )
+        hub = [*command, "--workers", str(workers), "--part", "serve"]
+        self._hub = subprocess.Popen(hub, stdout=subprocess.PIPE, text=True, env=environment)
+        parts = [min(MOST_IN_A_PROCESS, workers - first) for first in range(0, workers, MOST_IN_A_PROCESS)]
+        self._workers = [
+            subprocess.Popen(
+                [*command, "--workers", str(part), "--part", "simulate"],
+                stdin=subprocess.PIPE,
+                text=True,
+                env={**environment, "OMP_NUM_THREADS": "1"},
+            )
+            for part in parts
+        ]
 
     def results(self) -> list[dict[str, Any]]:
         """What the orchestrator told; each join code goes on to the workers."""
-        assert self._hub.stdout is not None and self._workers.stdin is not None
-        told = []
+        assert self._hub.stdout is not None
+        told, inputs = [], [workers.stdin for workers in self._workers if workers.stdin is not None]
         for line in self._hub.stdout:
             news = json.loads(line)
             if "code" in news:
-                self._workers.stdin.write(news["code"] + "\n")
-                self._workers.stdin.flush()
+                for stdin in inputs:
+                    stdin.write(news["code"] + "\n")
+                    stdin.flush()
             else:
                 told.append(news)
-        self._workers.stdin.close()
+        for stdin in inputs:
+            stdin.close()
         assert self._hub.wait(60) == 0, "the orchestrator failed"
-        self._workers.wait(60)
+        for workers in self._workers:
+            workers.wait(60)
         return told
 
 

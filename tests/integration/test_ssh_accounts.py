@@ -65,7 +65,8 @@ def machine() -> Iterator[Machine]:
         (bare / "sh").symlink_to("/bin/sh")
         libraries = os.pathsep.join((str(ROOT), sysconfig.get_path("purelib")))
         server.start(
-            "AllowTcpForwarding yes", "Match Address 127.0.0.2", f"SetEnv PATH={bare}", "Match all", f"SetEnv PYTHONPATH={libraries}",
+            "AllowTcpForwarding yes", "Match Address 127.0.0.2", f"SetEnv PATH={bare}", "Match all",
+            f"SetEnv PYTHONPATH={libraries}",
         )  # fmt: skip
         yield Machine(_config(server), _python_for(ACCOUNTS[0], libraries))
     finally:
@@ -102,7 +103,17 @@ def _config(server: sshd.Sshd) -> Path:
 def _python_for(account: str, libraries: str) -> str:
     """A Python of this version that another account may run with the libraries of this one."""
     for python in (sys.executable, f"/usr/bin/python{sysconfig.get_python_version()}"):
-        words = ["runuser", "-u", account, "--", "env", f"PYTHONPATH={libraries}", python, "-c", "import guava_nb, msgspec"]
+        words = [
+            "runuser",
+            "-u",
+            account,
+            "--",
+            "env",
+            f"PYTHONPATH={libraries}",
+            python,
+            "-c",
+            "import guava_nb, msgspec",
+        ]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             if subprocess.run(words, capture_output=True, timeout=60, check=False).returncode == 0:
                 return python

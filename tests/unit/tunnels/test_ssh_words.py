@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from guava_nb.tunnels.ssh_words import Asked, forwarded_port, is_chatter, why_not
 
-
 #: What ssh says last where it was to go through another host.
 CLOSED = "kex_exchange_identification: Connection closed by remote host\nConnection closed by UNKNOWN port 65535"
 
@@ -33,7 +32,10 @@ CLOSED = "kex_exchange_identification: Connection closed by remote host\nConnect
         ("kex_exchange_identification: Connection closed by remote host", "before the login"),
         ("/home/me/.ssh/config: line 3: Bad configuration option: nonsense", "Bad configuration option: nonsense"),
         ("", "it said nothing"),
-        (f"ssh: connect to host gate port 22: Connection refused\n{CLOSED}", "past that one (connect to host gate port 22: Conn"),
+        (
+            f"ssh: connect to host gate port 22: Connection refused\n{CLOSED}",
+            "past that one (connect to host gate port 22: Conn",
+        ),
         (f"me@gate: Permission denied (publickey).\n{CLOSED}", "past that one (me@gate: Permission denied"),
         (f"ssh: Could not resolve hostname gate: Name or service not known\n{CLOSED}", "leads through a jump host"),
         (
