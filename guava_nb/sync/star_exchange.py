@@ -16,7 +16,7 @@ from guava_nb.data.codec import dtype_name, tensor_bytes
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import GuavaError, TrainingError
-from guava_nb.hub.bucket_sum import is_finite
+from guava_nb.hub.bucket_sum import is_finite, square_sum
 from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, ParameterBucket, RunSpec, SumBucket
 from guava_nb.replica.buckets import BUFFERS, BucketWire, message_format
 from guava_nb.replica.buffer_merge import BufferMerge
@@ -158,7 +158,7 @@ class StarExchange(StepExchange[Replicas]):
         if isinstance(total, BufferMerge):
             self._tell_unlike(in_flight.machine.step, total.unlike)
         elif self._replicas.spec.rounds is None and not in_flight.machine.scaled:
-            in_flight.square = (in_flight.square or 0.0) + float(torch.linalg.vector_norm(result[1])) ** 2
+            in_flight.square = (in_flight.square or 0.0) + square_sum(result[1])
         return result
 
     def _head_of(

@@ -14,8 +14,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import importlib
-import itertools
-import os
 import ssl
 import threading
 import time
@@ -31,13 +29,10 @@ __all__ = ["TlsStream"]
 _FIRST_BYTES = 16
 _RECORD_BYTES = 16 << 10  # the largest TLS record
 _SEAL_BYTES = 8 * _RECORD_BYTES  # encrypted, then sent: few calls, and still in the processor's cache
-_FETCH_BYTES = (
-    16 * _RECORD_BYTES
-)  # ciphertext taken from the stream at once, at most: a busy stream's buffer grows to it
-# Each record that is decrypted gives the interpreter's lock away and takes it again. With more readers at it than cores
-# they mostly wake each other: streams share half as many turns as there are cores, and who waits for one does not compete.
-_TURNS = [threading.Lock() for _ in range(max(1, (os.cpu_count() or 2) // 2))]
-_numbers = itertools.count()
+_FETCH_BYTES = 16 * _RECORD_BYTES  # ciphertext taken at once, at most: the buffer of a busy stream grows to it
+# Each record that is decrypted gives the interpreter's lock away and takes it again, so that streams which decrypt at one time
+# mostly wake each other. They take turns, and a stream that waits for its turn does not compete.
+_TURN = threading.Lock()
 
 
 class TlsStream(Stream):
@@ -50,7 +45,6 @@ class TlsStream(Stream):
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side, server_hostname=name)
         self._crypto = threading.Lock()
         self._sending = threading.Lock()
-        self._turn = _TURNS[next(_numbers) % len(_TURNS)]
         self._fetched = memoryview(bytearray(_RECORD_BYTES))
         self._is_full = False  # the last view was filled: more of its record may wait in OpenSSL
         self._first = b""  # bytes of the other side: they tell who it is when it is no TLS
@@ -194,7 +188,7 @@ class TlsStream(Stream):
                 if self._incoming.pending < _RECORD_BYTES:  # little, and perhaps urgent
                     count = self._open(view)
                 else:
-                    with self._turn:
+                    with _TURN:
                         count = self._open(view)
                 if self._outgoing.pending:
                     self._send_owed()

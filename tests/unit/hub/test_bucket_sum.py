@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from guava_nb.hub.bucket_sum import BucketSum, is_finite
+from guava_nb.hub.bucket_sum import BucketSum, is_finite, square_sum
 
 
 def test_the_order_of_arrival_does_not_change_a_bit() -> None:
@@ -52,6 +56,49 @@ def test_a_sum_that_overflows_is_not_a_bad_element() -> None:
     assert is_finite(torch.full((100,), 3e38))
     assert is_finite(torch.empty(0)) and is_finite(torch.tensor([2**62, 2**62]))
     assert not is_finite(torch.tensor([float("inf"), float("-inf")]))
+
+
+@given(
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64, torch.complex128]),
+    st.integers(0, 9000),
+    st.integers(2, 4),
+)
+def test_sums_and_squares_are_those_of_torch(dtype: torch.dtype, size: int, shards: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    parts = [(100 * torch.randn(size, generator=generator)).to(dtype) for _ in range(shards)]
+    expected = parts[0].clone()
+    for part in parts[1:]:
+        expected.add_(part)
+    total = BucketSum(shards)
+    for shard, part in enumerate(parts):
+        total.add(shard, part.clone(), b"\x01")
+    assert torch.equal(total.result(1)[1], expected)
+    exact = float((expected.to(torch.complex128).abs() ** 2).sum())
+    assert dtype == torch.int64 or square_sum(expected) == pytest.approx(
+        exact, rel=1e-5 if dtype.itemsize > 2 else 1e-2
+    )
+
+
+def test_a_sum_wakes_no_thread_for_every_core() -> None:
+    """In a process of its own: this one's torch may have its threads already."""
+    code = """
+import psutil, torch
+from guava_nb.hub.bucket_sum import BucketSum, is_finite, square_sum
+torch.set_num_threads(8)
+before = psutil.Process().num_threads()
+total = BucketSum(2)
+for shard in range(2):
+    part = torch.frombuffer(bytearray(4 << 20), dtype=torch.float32)
+    assert is_finite(part)
+    total.add(shard, part, b"1")
+square_sum(total.result(1)[1])
+print(psutil.Process().num_threads() - before)
+torch.ones(1 << 20).add_(torch.ones(1 << 20))
+print(psutil.Process().num_threads() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    ours, torchs = map(int, done.stdout.split())
+    assert ours == 0 < torchs
 
 
 @pytest.mark.parametrize("of_senders", [False, True])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,12 @@ from guava_nb.telemetry.cuda_events import CudaEvents
 from guava_nb.telemetry.tasks import MOST_NAMES, TaskBook
 from tests.support.sensors import Clock, Scripted
 from tests.unit.telemetry.test_meter import meter_of, pass_time
+
+
+@pytest.fixture(autouse=True)
+def _device_of_other_tests_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks are made up here; a real device, once another test of this process used it, would tell real times."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
 
 
 def by_name(window):
