@@ -236,8 +236,7 @@ class Cluster:
 
     def _seat_before(self, session: SessionHandle, before: str) -> int | None:
         """The seat of a process that was given up here and comes back; None for a newcomer, or a copy of its identity."""
-        rank = next((rank for known, rank in self._ranks.items() if known.hex() == before), None)
-        for earlier in self._all_sessions.get(-1 if rank is None else rank, ()):
+        for rank, earlier in [(rank, one) for rank, of in self._all_sessions.items() for one in of]:
             if earlier.session_id.hex() == before and hmac.compare_digest(earlier.identity, session.identity):
                 return rank if self.roster.members[rank].state == "lost" else None
         return None

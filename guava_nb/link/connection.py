@@ -406,8 +406,8 @@ class Connection:
 def _heartbeat_s(role: Role, lane: str, options: LinkOptions) -> float:
     """Return after how many seconds without a sent byte a connection sends a Ping.
 
-    The listener asks, and the dialler's answer is its sign of life; the dialler asks where it hears nothing. Were both to ask, and
-    as often on the bulk connection, 1,000 workers would cost the hub 4,000 messages a second instead of 1,400.
+    The listener asks, and the dialler's answer is its sign of life; the dialler asks where it hears nothing. Were both to ask,
+    and as often on the bulk connection, 1,000 workers would cost the hub 4,000 messages a second instead of 1,400.
     """
     every_s = options.heartbeat_s
     if lane != CONTROL:  # and never so seldom that one late Ping breaks it
