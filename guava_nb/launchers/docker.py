@@ -56,10 +56,10 @@ class DockerLauncher(Launcher):
         words = [docker, "run", "--rm", "--label", f"{LABEL}={self.mark}", *self._in_image([self._python, "-c", FACTS])]
         try:
             done = run_program(words, limit_s=CHECK_S)
-        except ConfigError as problem:
+        except ConfigError as late:
             raise ConfigError(
-                f"{problem}. A large image takes longer to come: docker pull {self._image} first"
-            ) from problem
+                f"{late}. A large image takes longer to come: docker pull {self._image} first"
+            ) from late
         found: PythonThere | None = facts_in(done.stdout)
         if found is None:
             raise ConfigError(
