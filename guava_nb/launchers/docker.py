@@ -57,9 +57,7 @@ class DockerLauncher(Launcher):
         try:
             done = run_program(words, limit_s=CHECK_S)
         except ConfigError as late:
-            raise ConfigError(
-                f"{late}. A large image takes longer to come: docker pull {self._image} first"
-            ) from late
+            raise ConfigError(f"{late}. A large image takes longer to come: docker pull {self._image} first") from late
         found: PythonThere | None = facts_in(done.stdout)
         if found is None:
             raise ConfigError(
