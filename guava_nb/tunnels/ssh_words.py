@@ -119,8 +119,8 @@ def _closed(text: str, asked: Asked) -> str:
 
 def _beyond_jump(text: str, asked: Asked) -> str:
     return (
-        f"the jump host before {asked.target} lets us in and does not get through to it ({_line(text, 'open failed')}): check "
-        "HostName and Port of its Host entry in ~/.ssh/config, which are as the jump host sees them, and that its ssh server runs"
+        f"the jump host before {asked.target} accepts the login and does not get through to it ({_line(text, 'open failed')}): "
+        "check HostName and Port of its Host entry in ~/.ssh/config, which are as the jump host sees them, and its ssh server"
     )
 
 

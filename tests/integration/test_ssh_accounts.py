@@ -150,7 +150,7 @@ def test_two_accounts_work_in_one_session_the_second_behind_the_first_and_both_a
         ("off", "off is there, and its ssh port does not answer"),
         ("stranger", "stranger accepts none of the keys"),
         ("bare", "bare has no python3 or python: name one there"),
-        ("off-behind-a", "jump host before off-behind-a lets us in and does not get through to it .*refused"),
+        ("off-behind-a", "jump host before off-behind-a accepts the login and does not get through to it .*refused"),
         ("b-behind-off", "b-behind-off leads through a jump host .*does not get past that one .*refused"),
         ("b-behind-stranger", "b-behind-stranger leads through a jump host .*Permission denied"),
     ],

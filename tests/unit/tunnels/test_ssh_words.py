@@ -40,7 +40,7 @@ CLOSED = "kex_exchange_identification: Connection closed by remote host\nConnect
         (f"ssh: Could not resolve hostname gate: Name or service not known\n{CLOSED}", "leads through a jump host"),
         (
             f"channel 0: open failed: connect failed: Name or service not known\nstdio forwarding failed\n{CLOSED}",
-            "the jump host before me@lab lets us in and does not get through to it (channel 0: open failed: connect failed: Name",
+            "the jump host before me@lab accepts the login and does not get through to it (channel 0: open failed",
         ),
     ],
 )
