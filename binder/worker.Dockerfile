@@ -16,7 +16,7 @@ FROM ${BASE} AS worker
 ARG PIP_EXTRA_INDEX_URL=""
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     python -m pip install --no-cache-dir /wheels/*.whl \
-    && useradd --create-home --uid 1000 guava
+    && useradd --create-home --non-unique --uid 1000 guava
 USER 1000
 WORKDIR /home/guava
 # One thread for each worker process; more of them only wait for each other where the processors are shared.

@@ -46,6 +46,7 @@ class OwedAnswers:
         self._least_s = least_s
         self._since: dict[OwedAnswer, float] = {}
         self._took: dict[tuple[int, str], deque[float]] = {}
+        self._usual: dict[str, float] = {}  # of all workers' answers of a kind, until the next one comes
         self._told: set[OwedAnswer] = set()
 
     def look(self, owed: Iterable[OwedAnswer], now: float) -> tuple[list[OwedAnswer], list[OwedAnswer]]:
@@ -71,9 +72,13 @@ class OwedAnswers:
 
     def limit_s(self, answer: OwedAnswer) -> float:
         """Return how long this answer may take: some times what this worker took for such ones, or others where it gave none."""
-        own = self._took.get((answer.rank, answer.kind))
-        took = own or [s for (_, kind), times in self._took.items() if kind == answer.kind for s in times]
-        return max(self._least_s, _TIMES * statistics.median(took)) if took else self._least_s
+        return max(self._least_s, _TIMES * (self.usual_s(answer) or self._usual_of_all(answer.kind)))
+
+    def _usual_of_all(self, kind: str) -> float:
+        if kind not in self._usual:
+            took = [seconds for (_, of), times in self._took.items() if of == kind for seconds in times]
+            self._usual[kind] = statistics.median(took) if took else 0.0
+        return self._usual[kind]
 
     def usual_s(self, answer: OwedAnswer) -> float | None:
         """Return what this worker took for such answers before; None: it gave none."""
@@ -82,3 +87,4 @@ class OwedAnswers:
 
     def _remember(self, answer: OwedAnswer, took_s: float) -> None:
         self._took.setdefault((answer.rank, answer.kind), deque(maxlen=_REMEMBERED)).append(took_s)
+        self._usual.pop(answer.kind, None)

@@ -80,10 +80,10 @@ class SeatSessions:
     def seat_before(self, session_id_hex: str, identity: bytes) -> int | None:
         """Return the seat of an earlier session, if this identity had it."""
         with self._access:
-            for rank, seat in self._seats.items():
-                for earlier, its in seat.known:
-                    if earlier.hex() == session_id_hex and hmac.compare_digest(its, identity):
-                        return rank
+            rank = next((rank for known, rank in self._ranks.items() if known.hex() == session_id_hex), -1)
+            for known, its in self._seats.get(rank, _Seat()).known:
+                if known.hex() == session_id_hex and hmac.compare_digest(its, identity):
+                    return rank
         return None
 
     def rise(self, rank: int) -> SessionHandle | None:

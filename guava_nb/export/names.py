@@ -20,9 +20,9 @@ TAKEN = frozenset(
 )  # fmt: skip
 #: Variables of its functions: what is called so outside gets a second name.
 _LOCALS = frozenset(
-    ("args", "arguments", "batch", "batches", "batches_done", "block", "config", "count", "counts", "criterion",
+    ("args", "arguments", "batch", "batches", "batches_done", "block", "children", "config", "count", "counts", "criterion",
      "data", "dataset", "device", "epoch", "epochs", "example", "fabric", "factor", "first", "first_epoch",
-     "gradient", "group", "grouped", "has_rows", "index", "inputs", "is_last", "kind", "layer", "layers", "loss",
+     "gradient", "group", "grouped", "has_rows", "index", "inputs", "is_last", "kind", "layer", "loss",
      "loss_of_step", "loss_sum", "losses", "made", "mean", "mesh", "micro_batches", "model", "name", "neighbours",
      "norm", "number", "optimizer", "order", "outputs", "own", "parallel", "parameter", "parser", "parts", "pipe",
      "plan", "replica", "replicas", "resume", "rows", "save", "saved", "scaler", "schedule", "schedule_for",

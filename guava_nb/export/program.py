@@ -344,7 +344,7 @@ class _Program:
         fsdp = shape.dp > 1 and shape.zero_stage >= 2
         mesh, inner, dtensors = self.mesh(), shape.pp * shape.tp, fsdp or shape.tp > 1
         return {
-            "model_name": self.names.named(spec.model.name).rpartition(".")[2] if spec.model else "",
+            "model_name": spec.model.name.replace(":", ".").rpartition(".")[2] if spec.model else "",
             "title": self.title(), "version": installed_version(), "run_id": facts.run_id, "world": facts.workers,
             "file": self.path.name, "data": self.data, "layout": layout, "form": self.form,
             "constants": self.constants(), "dp": shape.dp > 1, "pp": shape.pp > 1, "tp": shape.tp > 1, "mesh": mesh,

@@ -41,7 +41,7 @@ class StageText:
         """
         lines = [
             'stage, neighbours = mesh.get_local_rank("pp"), mesh["pp"].get_group()',
-            f"is_last = stage == {self.shape.pp - 1}",
+            "is_last = stage == neighbours.size() - 1",
             f"parameter_names = {self._order}",
             *self._stages(),
             *self._loss_sum(),
@@ -77,8 +77,8 @@ class StageText:
         if layout.cuts:
             return [
                 f"parts = {{index: stage_of(model, index) for index in range(stage, NUM_STAGES, {self.shape.pp})}}",
-                "layers = [layer for part in parts.values() for layer in part.named_children()]",
-                "stages = nn.Sequential(OrderedDict(layers))",
+                "children = [child for part in parts.values() for child in part.named_children()]",
+                "stages = nn.Sequential(OrderedDict(children))",
             ]
         if self.shape.tp > 1:
             raise ConfigError(

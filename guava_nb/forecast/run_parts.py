@@ -93,7 +93,7 @@ def _star_step(run: RunFacts) -> Traffic:
                 total = total + run.out(messages.SumBucket, _bytes(down), **known, **told) * members
             continue
         # New values of parameters go down as they are.
-        down = messages.FlatTensor(dtype_name(bucket.dtype), numel) if run.at_orchestrator else up
+        down = messages.FlatTensor(dtype_name(bucket.dtype), numel) if run.at_orchestrator else bucket.form_down(numel)
         total = total + run.out(messages.SumBucket, _bytes(down), **known, tensor=down) * run.workers
     return total if buckets else total + commit * run.workers
 

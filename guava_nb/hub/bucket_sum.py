@@ -23,6 +23,8 @@ _ROW = 4096
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether every element is finite."""
+    if tensor.is_sparse:
+        tensor = tensor.values()
     if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     array = _real_array(tensor)
@@ -45,7 +47,7 @@ def square_sum(tensor: torch.Tensor) -> float:
 
 def _real_array(tensor: torch.Tensor) -> np.ndarray | None:
     """The elements as one row of real numbers, in the tensor's own memory; None where NumPy has no such type or memory."""
-    if tensor.dtype not in _NUMPY or tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if tensor.dtype not in _NUMPY or tensor.is_sparse or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
     flat = tensor.detach().reshape(-1)
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).numpy()
@@ -55,14 +57,18 @@ class BucketSum:
     """One bucket of one step: takes each shard's contribution once, adds them in shard order.
 
     The first contribution's memory becomes the accumulator, so nothing is copied. Half-precision types arrive as
-    float32 (see `guava_nb.replica.buckets`); float64 stays float64.
+    float32 (see `guava_nb.replica.buckets`); float64 stays float64. A contribution may be a sparse tensor.
     """
 
-    __slots__ = ("_next", "_present", "_total", "_waiting", "num_shards")
+    __slots__ = ("_next", "_of_senders", "_present", "_senders", "_total", "_waiting", "num_shards")
 
-    def __init__(self, num_shards: int) -> None:
-        """Expect one contribution from each of `num_shards` shards."""
-        self.num_shards = num_shards
+    def __init__(self, num_shards: int, of_senders: bool = False) -> None:
+        """Expect one contribution from each of `num_shards` shards.
+
+        `of_senders`: the result is of each element the mean of the contributions in which it is not 0.
+        """
+        self.num_shards, self._of_senders = num_shards, of_senders
+        self._senders: torch.Tensor | None = None
         self._next = 0
         self._total: torch.Tensor | None = None
         self._present = 0
@@ -77,13 +83,18 @@ class BucketSum:
             self._next += 1
 
     def _accumulate(self, tensor: torch.Tensor) -> None:
+        if self._of_senders:
+            senders = tensor.bool().to(torch.int32)  # 1 where it is not 0
+            self._senders = senders.to_dense() if self._senders is None else self._senders.add_(senders)
         if self._total is None:
-            self._total = tensor
+            self._total = tensor.to_dense()
         elif self._total.shape != tensor.shape:
             raise TrainingError(
                 f"shards of one step sent {self._total.numel()} and {tensor.numel()} elements for the same bucket: a buffer of "
                 "the model changed in the forward of some shards only; change it in every forward, or outside of it"
             )
+        elif tensor.is_sparse:
+            self._total.numpy()[tensor.indices()[0].numpy()] += tensor.values().numpy()  # each place stands there once
         elif (total := _real_array(self._total)) is not None and (part := _real_array(tensor)) is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 np.add(total, part, out=total)
@@ -96,6 +107,7 @@ class BucketSum:
         return self._next == self.num_shards
 
     def result(self, present_bytes: int) -> tuple[bytes, torch.Tensor]:
-        """Return the union of the presence bits and the sum; only when complete."""
+        """Return the union of the presence bits, and the sum or mean; only when complete."""
         assert self._total is not None and self.complete, "asked for the sum of an incomplete bucket"
-        return self._present.to_bytes(present_bytes, "little"), self._total
+        mean = self._total if self._senders is None else self._total / self._senders.clamp(min=1)
+        return self._present.to_bytes(present_bytes, "little"), mean

@@ -18,6 +18,8 @@ __all__ = ["DockerLauncher"]
 
 LABEL = "guava-nb.start"
 CHECK_S, LEAVE_S = 120.0, 10.0
+#: Begin the line on Docker's own help that ends what `docker run` says.
+_HINTS = ("See 'docker", "Run 'docker")
 #: By this name a container reaches the machine that Docker Desktop runs on.
 _HOST = "host.docker.internal"
 
@@ -51,14 +53,15 @@ class DockerLauncher(Launcher):
         answer = run_program([docker, "version", "--format", "{{.Server.Version}}"])
         if answer.returncode:
             raise ConfigError(f"Docker does not answer: {last_line(answer.stderr)}")
-        done = run_program(
-            [docker, "run", "--rm", "--label", f"{LABEL}={self.mark}", self._image, self._python, "-c", FACTS],
-            limit_s=CHECK_S,
-        )
+        words = [docker, "run", "--rm", "--label", f"{LABEL}={self.mark}", *self._in_image([self._python, "-c", FACTS])]
+        try:
+            done = run_program(words, limit_s=CHECK_S)
+        except ConfigError as late:
+            raise ConfigError(f"{late}. A large image takes longer to come: docker pull {self._image} first") from late
         found: PythonThere | None = facts_in(done.stdout)
         if found is None:
             raise ConfigError(
-                f"the image {self._image} does not run {self._python}: {last_line(done.stderr)}. Name one, image=IMAGE, or "
+                f"the image {self._image} does not run {self._python}: {_said_last(done.stderr)}. Name one, image=IMAGE, or "
                 f"build it: FROM an image with torch, RUN python -m pip install guava-nb=={installed_version()}"
             )
         if problem := found.missing(
@@ -85,9 +88,13 @@ class DockerLauncher(Launcher):
         devices = ",".join(str(gpu) for gpu in range(first, first + self._gpus))
         return [
             self._docker(), "run", "--rm", "--interactive", "--init", "--label", f"{LABEL}={self.mark}", "--ipc=host",
-            "--name", f"{self.mark}-{number}", *network, *(["--gpus", f'"device={devices}"'] if self._gpus else []), self._image,
-            *worker_words(self._python, "-", self.mark, gpus="auto"),
+            "--name", f"{self.mark}-{number}", *network, *(["--gpus", f'"device={devices}"'] if self._gpus else []),
+            *self._in_image(worker_words(self._python, "-", self.mark, gpus="auto")),
         ]  # fmt: skip
+
+    def _in_image(self, command: list[str]) -> list[str]:
+        """Words that run this command and not what the image starts by itself, as `guava worker` of our own."""
+        return ["--entrypoint", command[0], self._image, *command[1:]]
 
     def _code_for(self, code: JoinCode) -> str:
         return (code.with_address(self._host, code.port) if self._host else code).encode()
@@ -113,7 +120,7 @@ class DockerLauncher(Launcher):
         worker, name = self._workers[number], f"container {self.mark}-{number}"
         if worker.status() == 0:
             return f"the worker in {name} has left"
-        return f"{name} ended with status {worker.status()}: {last_line(chr(10).join(worker.said()))}"
+        return f"{name} ended with status {worker.status()}: {_said_last(chr(10).join(worker.said()))}"
 
     def end(self) -> str:
         """Let the workers leave, and remove the containers that carry the mark."""
@@ -134,3 +141,7 @@ class DockerLauncher(Launcher):
     @staticmethod
     def _docker() -> str:
         return find_program("docker", "install Docker, or Podman with its docker command")
+
+
+def _said_last(text: str) -> str:
+    return last_line("\n".join(line for line in text.splitlines() if not line.startswith(_HINTS)))

@@ -196,7 +196,7 @@ class SshLauncher(Launcher):
     def _end_on(self, host: str) -> str:
         """By the mark in its arguments, and by nothing else: numbers of processes are given again."""
         pattern = f"[{self.mark[0]}]{self.mark[1:]}"  # does not find itself
-        find = f"ps -A -o pid= -o args= | awk '/-m guava_nb worker .*--mark {pattern}( |$)/ {{print $1}}'"
+        find = f"ps -U \"$(id -u)\" -o pid= -o args= | awk '/-m guava_nb worker .*--mark {pattern}( |$)/ {{print $1}}'"
         script = (
             f'p=$({find}); [ -z "$p" ] && exit 0\nkill -TERM $p\n'
             f'for i in 1 2 3 4 5 6 7 8 9 10; do sleep 1; p=$({find}); [ -z "$p" ] && exit 0; done\nkill -KILL $p\n'

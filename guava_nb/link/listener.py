@@ -44,6 +44,7 @@ from guava_nb.protocol.messages import Attach, Attached, Goodbye, Vitals
 from guava_nb.protocol.state import Event as StateEvent
 from guava_nb.protocol.state import Role, State, advance, received
 from guava_nb.transport.certificate import Certificate, self_signed_certificate
+from guava_nb.transport.descriptors import advice_if_full, make_room
 from guava_nb.transport.forks import close_in_children
 from guava_nb.transport.stream import Stream
 from guava_nb.transport.tcp import TcpStream, listen
@@ -56,6 +57,9 @@ _SECRET_BYTES = 16
 _REPORT_LIMITS = Limits(max_record_bytes=1 << 20, max_payload_bytes=0)
 _SEAT_WAIT_S = 1.0
 _ACCEPT_PAUSE_S = 0.05  # when the system has no more file descriptors
+_LOOK_EVERY_S = (
+    0.05  # at most so often at all sessions: 1,000 that join would have each other looked at a million times
+)
 _REASONS: tuple[tuple[type[GuavaError], str], ...] = (
     (AuthenticationError, "wrong code"),
     (VersionMismatch, "other version"),
@@ -167,7 +171,7 @@ class Listener:
         self._refused: Counter[str] = Counter()
         self._counting = threading.Lock()
         self._log = LogLimit(logger)
-        self._closing = False
+        self._closing, self._looked = False, float("-inf")
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -243,9 +247,10 @@ class Listener:
         except (BlockingIOError, ConnectionError):
             return  # it left before we came
         except OSError as problem:
-            self._log.warning("cannot accept a connection: %s", problem)
+            self._log.warning("cannot accept a connection: %s", advice_if_full(problem) or problem)
             time.sleep(_ACCEPT_PAUSE_S)
             return
+        make_room(accepted.fileno())
         seat = None if self._closing else self._guests.sit(_SEAT_WAIT_S)
         if seat is None:
             accepted.close()
@@ -257,6 +262,9 @@ class Listener:
     def _patience_s(self) -> float | None:
         """Give up what is overdue; seconds until the next may be."""
         now = time.monotonic()
+        if now < self._looked + _LOOK_EVERY_S:
+            return self._looked + _LOOK_EVERY_S - now
+        self._looked = now
         shortest: float | None = None
         sessions = self._registry.sessions()
         self.patience.look(now, [session.lost_at for session in sessions if session.state in ("open", "suspect")])

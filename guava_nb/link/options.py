@@ -20,7 +20,8 @@ class LinkOptions:
     """How patient a link is and how much it holds.
 
     Attributes:
-        heartbeat_s: a connection that sent nothing for so long sends a Ping.
+        heartbeat_s: a control connection that sent nothing for so long sends a Ping; a bulk connection after 2.5 times as long
+            (`silence_s` / 3 at most), and the dialler's 1.25 times later than the listener's.
         silence_s: a connection on which nothing came for so long counts as broken. Any byte is life; so is
             what another process says of the peer (`Vitals`).
         grace_s: how long a broken connection may stay away before the session is closed.

@@ -307,7 +307,8 @@ class Decoder:
         incoming.wire_bytes += HEADER_BYTES + chunk_bytes
         incoming.packed = bool(header.flags)
         if incoming.packed:
-            self._packed = self._packed or memoryview(bytearray(CHUNK_BYTES))
+            if self._packed is None or len(self._packed) < chunk_bytes:
+                self._packed = memoryview(bytearray(chunk_bytes))
             self._expect(chunk_bytes, self._packed[:chunk_bytes])
             return
         start = incoming.received_bytes

@@ -110,12 +110,23 @@ class Bucket:
         return None if is_exact else self.wire
 
     def is_forwarded(self, shards: int) -> bool:
-        """Whether a worker gets the messages of all other shards: of sparse ones, where no sum says as much or is shorter."""
+        """Whether a worker gets the messages of all other shards: sparse ones, where they are shorter than what they came to."""
         found = self.wire_format
         if not isinstance(found, TopK):
             return False
         # Of two the other one's message is as short as the sum, and loses nothing more.
-        return found.of_senders or shards <= 2
+        sent = found.encoded_bytes(self.numel, self.dtype)
+        return (shards - 1) * sent <= (self.numel * self.dtype.itemsize if found.of_senders else sent)
+
+    @property
+    def is_mean_of_senders(self) -> bool:
+        """Whether shards' messages come to the mean, element by element, of those that have it; it goes down exact."""
+        found = self.wire_format
+        return isinstance(found, TopK) and found.of_senders
+
+    def form_down(self, numel: int) -> FlatTensor:
+        """Return what a message says of `numel` elements of what the shards came to, where that goes down."""
+        return FlatTensor(dtype_name(self.dtype), numel) if self.is_mean_of_senders else self.form(numel)
 
     def form(self, numel: int) -> FlatTensor:
         """Return what a message says of `numel` elements of it as they travel; of gradients that is all of them."""
@@ -250,6 +261,12 @@ class BucketWire:
             self._own[step, index, number] = message
         return FlatTensor("uint8", len(message)), message
 
+    def encode_sum(self, number: int, flat: Tensor) -> tuple[FlatTensor, memoryview]:
+        """Return what a message says of what the shards came to, `[numel]`, and its payload, as `encode` does."""
+        if self._layout.bucket(number).is_mean_of_senders:
+            return FlatTensor(dtype_name(flat.dtype), flat.numel()), tensor_bytes(flat)
+        return self.encode(number, flat)
+
     def settle(self, number: int, flat: Tensor) -> Tensor:
         """Return a bucket's flat tensor, `[numel]`, that does not travel, with all that earlier messages left out."""
         return flat if self._format_of(number) is None else self._feedback.settle(number, flat)
@@ -276,11 +293,12 @@ class BucketWire:
         bucket = self._layout.bucket(number)
         return wire_format.decode(payload, bucket.numel, bucket.dtype)
 
-    def sent(self, number: int, payload: memoryview) -> Tensor:
-        """Return the values in a sparse message of a bucket, `[values sent]`; errors as of `decode`."""
-        assert isinstance(self._format, TopK)
-        bucket = self._layout.bucket(number)
-        return self._format.sent(payload, bucket.numel, bucket.dtype)[1]
+    def decode_part(self, number: int, tensor: FlatTensor, payload: memoryview) -> Tensor:
+        """Return what a shard sent of a bucket, to be added up, as `decode` does; a sparse message stays a sparse tensor."""
+        bucket, wire_format = self._layout.bucket(number), self._format_of(number)
+        if isinstance(wire_format, TopK) and bucket.numel:
+            return wire_format.decode_sparse(payload, bucket.numel, bucket.dtype)
+        return self.decode(number, tensor, payload)
 
     def decode_sum(self, message: SumBucket, payload: memoryview) -> Tensor:
         """Return the sum, `[numel]`, of a bucket that came from the hub; memory as of `decode`.
@@ -288,11 +306,13 @@ class BucketWire:
         Raises:
             RemoteProtocolError: the payload is none of that bucket, or a shard's message is neither in it nor here.
         """
-        if message.forwarded is None:
-            return self.decode(message.bucket, message.tensor, payload)
         bucket = self._layout.bucket(message.bucket)
+        if message.forwarded is None:
+            if bucket.is_mean_of_senders:
+                return tensor_from(dtype_name(bucket.dtype), (bucket.numel,), payload)
+            return self.decode(message.bucket, message.tensor, payload)
         messages = self._messages_of(message, payload, self._format.encoded_bytes(bucket.numel, bucket.dtype))
-        if isinstance(self._format, TopK) and self._format.of_senders:
+        if isinstance(self._format, TopK) and bucket.is_mean_of_senders:
             return mean_of_senders(self._format, messages, bucket.numel, bucket.dtype)
         return sum_of_messages(self._format, messages, bucket.numel, bucket.dtype)
 

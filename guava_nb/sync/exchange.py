@@ -191,9 +191,8 @@ class StepExchange(ABC, Generic[_Replicas]):
         in_flight = self.in_flight.get(self._replicas.step + 1)
         if in_flight is not None:
             machine = in_flight.machine
-            for rank in {task.owner for task in machine.tasks}:
-                if machine.owed_by(rank):
-                    yield OwedAnswer(rank, "step", machine.step, f"{self._replicas.nth(machine.step)} is in work there")
+            for rank in sorted(machine.owing()):
+                yield OwedAnswer(rank, "step", machine.step, f"{self._replicas.nth(machine.step)} is in work there")
 
     def _on_ready(self, rank: int, message: Ready, payload: memoryview) -> None:
         in_flight = self._asked(rank, message)

@@ -103,6 +103,10 @@ class SendCredit:
             return tuple(coming)
         return tuple(rank for rank, nbytes in coming.items() if self.held_bytes(rank) + nbytes > self._budget)
 
+    def is_full(self, steps: int) -> bool:
+        """Whether so many steps in flight are too many for another one, whatever its bytes."""
+        return steps > max(1, self._least) and steps > self._most_ahead()
+
     def _most_ahead(self) -> int:
         if not self._budget:
             return self._least

@@ -100,25 +100,23 @@ class StarExchange(StepExchange[Replicas]):
         if in_flight is None or message.bucket not in in_flight.machine.buckets:
             return
         self._replicas.master.layout.bucket(message.bucket).check_form(message.tensor, message.present)
-        is_forwarded = self._wire.is_forwarded(message.bucket, len(in_flight.machine.tasks))
-        if is_forwarded:  # nothing is added up here, so of sparse elements only what was sent is looked at
-            tensor = self._wire.sent(message.bucket, payload)
-        else:
-            tensor = self._wire.decode(message.bucket, message.tensor, payload)
+        tensor = self._wire.decode_part(message.bucket, message.tensor, payload)
         instructions = in_flight.machine.on_bucket(
             rank, message.generation, message.shard, message.bucket, is_finite(tensor)
         )
         for instruction in instructions:
             if isinstance(instruction, Halt):
-                whole = self._wire.decode(message.bucket, message.tensor, payload) if is_forwarded else tensor
-                names = self._replicas.master.layout.bucket(message.bucket).not_finite(whole, message.present)
+                names = self._replicas.master.layout.bucket(message.bucket).not_finite(
+                    tensor.to_dense(), message.present
+                )
                 raise self._not_finite(in_flight, instruction, names[0] if names else "")
-            if isinstance(instruction, Add) and is_forwarded:
+            if isinstance(instruction, Add) and self._wire.is_forwarded(message.bucket, len(in_flight.machine.tasks)):
                 in_flight.messages.setdefault(message.bucket, {})[message.shard] = rank, message.present, payload
             elif isinstance(instruction, Add):
                 if message.bucket == BUFFERS and BUFFERS not in in_flight.sums:
                     in_flight.sums[BUFFERS] = self._merge_of(in_flight)
-                in_flight.add(message.bucket, message.shard, tensor, message.present)
+                of_senders = self._replicas.master.layout.bucket(message.bucket).is_mean_of_senders
+                in_flight.add(message.bucket, message.shard, tensor, message.present, of_senders)
         self._carry_out(in_flight, instructions)
 
     def _merge_of(self, in_flight: StepInFlight) -> BufferMerge:
@@ -141,7 +139,7 @@ class StarExchange(StepExchange[Replicas]):
             self._forward(in_flight, bucket, commit)
             return
         present, flat = self._result(in_flight, bucket)
-        tensor, payload = self._wire.encode(bucket, flat)
+        tensor, payload = self._wire.encode_sum(bucket, flat)
         message = self._head_of(SumBucket, in_flight, bucket, present, tensor, commit)
         self._job.cluster.send_all(in_flight.members, message, [payload])
 

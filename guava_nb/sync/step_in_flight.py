@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 
@@ -68,10 +69,10 @@ class StepInFlight:
     frozen: dict[str, tuple[int, frozenset[str]]] = field(default_factory=dict)
     square: float | None = None
 
-    def add(self, bucket: int, shard: int, tensor: torch.Tensor, present: bytes) -> None:
-        """Add a contribution to its bucket."""
+    def add(self, bucket: int, shard: int, tensor: torch.Tensor, present: bytes, of_senders: bool = False) -> None:
+        """Add a contribution to its bucket; `of_senders` as of `BucketSum`."""
         if bucket not in self.sums:
-            self.sums[bucket] = BucketSum(len(self.machine.tasks))
+            self.sums[bucket] = BucketSum(len(self.machine.tasks), of_senders)
         self.sums[bucket].add(shard, tensor, present)
 
     def sample_ids(self) -> list[int]:
@@ -162,12 +163,12 @@ def deal_batches(weights: Sequence[float], num_steps: int) -> list[tuple[int, ..
     """
     count = len(weights) * num_steps
     total = sum(weights)
-    parts = [max(weight / total, 1 / count) for weight in weights]
-    parts = [part / sum(parts) for part in parts]
-    taken = [0] * len(weights)
+    parts = np.array([max(weight / total, 1 / count) for weight in weights])
+    parts /= sum(parts)
+    taken = np.zeros(len(weights))
     owners = []
     for number in range(1, count + 1):
-        place = max(range(len(weights)), key=lambda k: parts[k] * number - taken[k])
+        place = int((parts * number - taken).argmax())
         taken[place] += 1
         owners.append(place)
     return [tuple(owners[at : at + len(weights)]) for at in range(0, count, len(weights))]

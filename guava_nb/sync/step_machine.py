@@ -141,6 +141,10 @@ class StepMachine:
         known = [ready.tokens for ready in self._ready.values() if ready.tokens is not None]
         return sum(known) if known else None
 
+    def owing(self) -> set[int]:
+        """Ranks with unfinished shards."""
+        return {task.owner for task in self.tasks if not self._shard_done(task.index)}
+
     def owed_by(self, rank: int) -> list[ShardTask]:
         """Unfinished shards of a rank, in order."""
         return [task for task in self.tasks if task.owner == rank and not self._shard_done(task.index)]

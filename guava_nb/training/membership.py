@@ -49,8 +49,10 @@ class Membership:
 
     def current(self) -> list[int]:
         """Return the members that take part in every step so far: connected or expected back, and not behind."""
-        here = self._job.ready | self._job.suspects
-        return [rank for rank in sorted(self.replica_set.at) if rank in here and rank not in self.behind]
+        return sorted(filter(self._takes_part, self.replica_set.at))
+
+    def _takes_part(self, rank: int) -> bool:
+        return (rank in self._job.ready or rank in self._job.suspects) and rank not in self.behind
 
     def available(self) -> list[int]:
         """Return those of them that are connected."""
@@ -156,7 +158,10 @@ class Membership:
             NobodyLeft: no member is left.
             GroupLost: the members cannot go on together.
         """
-        if not (self.current() if self.formed else self._job.ready | self._job.suspects):
+        # Asked after each message: the first that takes part is enough.
+        if not (
+            any(map(self._takes_part, self.replica_set.at)) if self.formed else self._job.ready or self._job.suspects
+        ):
             raise NobodyLeft
         if self.formed:
             self.replica_set.check(self._job)

@@ -48,7 +48,7 @@ class StepWindow:
         self._issued = False
         self._feeder: BatchFeeder | None = None
         exchange.deals = plan.shares == "measured"
-        self._blocking: tuple[int, ...] = ()
+        self._blocking, self._was_full = tuple[int, ...](), False
 
     # -------------------------------------------------------------------------------------------------------- send ahead
 
@@ -73,12 +73,17 @@ class StepWindow:
     def wait_for_room(self, coming: int) -> None:
         """Wait until the next step, of so many bytes, may be sent, and note for whom it waited."""
         started = time.monotonic()
-        self._blocking = tuple[int, ...]()
+        self._blocking, self._was_full = tuple[int, ...](), False
         self._job.pump(partial(self._has_room, coming))
-        for rank in self._blocking:
+        for rank in self._blocking or (self._membership.available() if self._was_full else ()):
             self._membership.cluster.roster.members[rank].waits.held(time.monotonic() - started)
 
     def _has_room(self, coming: int) -> bool:
+        if self._credit.is_full(
+            len(self.exchange.in_flight)
+        ):  # asked after each message, of which a step brings three a worker
+            self._was_full = True
+            return False
         team = self._membership.available()
         if not self._membership.replica_set.connected(team):
             return False
@@ -159,7 +164,7 @@ class StepWindow:
         self._job.pump(lambda: not self.exchange.in_flight)
         self._credit.pause()
         with self._job.waiting_for(self._applying):
-            self._job.pump(lambda: not list(self._applying()))
+            self._job.pump(lambda: next(self._applying(), None) is None)
 
     def _applying(self) -> Iterator[OwedAnswer]:
         replica_set = self._membership.replica_set

@@ -29,7 +29,7 @@ __all__ = ["TlsStream"]
 _FIRST_BYTES = 16
 _RECORD_BYTES = 16 << 10  # the largest TLS record
 _SEAL_BYTES = 8 * _RECORD_BYTES  # encrypted, then sent: few calls, and still in the processor's cache
-_FETCH_BYTES = 16 * _RECORD_BYTES  # ciphertext taken from the stream at once
+_FETCH_BYTES = 16 * _RECORD_BYTES  # ciphertext taken at once, at most: the buffer of a busy stream grows to it
 # Each record that is decrypted gives the interpreter's lock away and takes it again, so that streams which decrypt at one time
 # mostly wake each other. They take turns, and a stream that waits for its turn does not compete.
 _TURN = threading.Lock()
@@ -138,7 +138,6 @@ class TlsStream(Stream):
                 raise LinkBroken(f"{self.peer} closed the connection during the TLS handshake")
             self._first = self._first or bytes(self._fetched[: min(count, _FIRST_BYTES)])
         self._stream.set_deadline(None)
-        self._fetched = memoryview(bytearray(_FETCH_BYTES))
 
     def _handshake_step(self) -> bool:
         """Go on as far as the bytes at hand allow; whether the handshake is done."""
@@ -228,6 +227,8 @@ class TlsStream(Stream):
         if count:
             with self._crypto:
                 self._incoming.write(self._fetched[:count])
+        if count == len(self._fetched) < _FETCH_BYTES:  # a hub of 1,000 workers has 2,000 streams, few of them busy
+            self._fetched = memoryview(bytearray(4 * count))
         return count
 
     def _send_owed(self) -> None:

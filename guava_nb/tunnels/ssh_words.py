@@ -117,8 +117,25 @@ def _closed(text: str, asked: Asked) -> str:
     )
 
 
+def _beyond_jump(text: str, asked: Asked) -> str:
+    return (
+        f"the jump host before {asked.target} accepts the login and does not get through to it ({_line(text, 'open failed')}): "
+        "check HostName and Port of its Host entry in ~/.ssh/config, which are as the jump host sees them, and its ssh server"
+    )
+
+
+def _at_jump(text: str, asked: Asked) -> str:
+    said = next((line.removeprefix("ssh: ").strip()[:160] for line in text.splitlines() if not is_chatter(line)), "")
+    return (
+        f"the way to {asked.target} leads through a jump host (ProxyJump or ProxyCommand in ~/.ssh/config), and ssh does not "
+        f"get past that one ({said}): make ssh to the jump host itself work first, by hand"
+    )
+
+
 _SENTENCES: tuple[tuple[str, Callable[[str, Asked], str]], ...] = (
     (r"HOST IDENTIFICATION HAS CHANGED|Host key for .* has changed", _changed),
+    (r"channel \d+: open failed[^\n]*\n\s*stdio forwarding failed", _beyond_jump),
+    (r"UNKNOWN port 65535", _at_jump),
     (r"Host key verification failed", _unknown),
     (r"Could not resolve hostname", _no_name),
     (FORWARDING_REFUSED, _forbidden),

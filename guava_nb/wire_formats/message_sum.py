@@ -58,7 +58,7 @@ def mean_of_senders(
         RemoteProtocolError: as `sum_of_messages`.
     """
     total = torch.zeros(numel, dtype=accumulation_dtype(dtype), device=device)
-    senders = torch.zeros(numel, dtype=torch.int16, device=device)
+    senders = torch.zeros(numel, dtype=torch.int32, device=device)
     touched = list[Tensor]()
     for message in messages:  # only what is sent is looked at: no message names a place twice
         places, values = wire_format.sent(message, numel, dtype, device)

@@ -118,6 +118,14 @@ class TopK(WireFormat):
 
     # ---------------------------------------------------------------------------------------------------------- decode
 
+    def decode_sparse(self, message: Any, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return what `decode` does as a sparse tensor, `[numel]`, of the elements that were sent; errors as there.
+
+        Adding it to a sum costs as much as it has elements, and so does keeping it until those before it have come.
+        """
+        places, values = self.sent(message, numel, dtype)
+        return torch.sparse_coo_tensor(places.unsqueeze(0), values, (numel,), is_coalesced=True, check_invariants=False)
+
     def _decode(self, raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         places, values = self._sent(raw, numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=raw.device).scatter_(0, places, values)

@@ -1,23 +1,27 @@
 """What many workers cost the hub: simulated workers in a process of their own, the real protocol, sockets and TLS, no model.
 
     python tests/benchmarks/hub_scale.py [--workers 2,8,24] [--megabytes 4.2] [--seconds 8] [--rounds 3] [--base PATH]
+    python tests/benchmarks/hub_scale.py --workers 200,1000 --outer partial [--every 5] [--churn 60] --rounds 1
     python tests/benchmarks/hub_scale.py --sessions 50 [--workers 4] [--base PATH]
 
 The orchestrator is the whole one: session, training job, loader, sums and commits. A simulated worker answers what it is
 asked as a worker does and computes nothing: its gradients lie ready, so that the hub has as much to do as it can take.
-Per number of workers one JSON line: steps a second, processor time of the orchestrator's process per worker and MB (up and
-down counted together, so a worker moves twice the gradient a step), and its memory: at the first step, at half, at the end.
+Per number of workers one JSON line: exchanges a second, processor time of the orchestrator's process per worker and MB (up and
+down counted together), what a worker costs it in an exchange and once joined, and its memory: at the first step, at half, at
+the end. With `--outer` these are rounds of local steps with that outer method; `--churn` has so many workers a minute leave,
+every second one of them killed, and as many join.
 With `--base` the same is done with another checkout (its own code on both sides) in turn with this one, in the same run;
 ratios are medians of this over medians of that. `--sessions` opens and closes so many sessions in one process, each with a
 run of a few steps, and tells the memory after the tenth, after half of them and at the end.
 
 Reach: processor time <= 0.6 of the old commit; with 24 workers on 16 cores a step <= 4 x that with 2; 200 workers with 1 MB
-each on two cores >= 0.5 steps a second; memory flat.
+each on two cores >= 0.5 steps a second; memory flat; processor time and memory per worker the same with 200 and 1,000.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -34,7 +38,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[2]
 WARM_UP_STEPS = 3
 STEPS_OF_A_SESSION = 5
-PATIENCE_S = 300.0
+PATIENCE_S = 600.0
+MOST_IN_A_PROCESS = 250  # each has four threads, and thousands in one process mostly wait for each other
 
 
 # --------------------------------------------------------------------------------------- the process of the orchestrator
@@ -51,6 +56,7 @@ def serve(arguments: argparse.Namespace) -> None:
     side = round(math.sqrt(arguments.megabytes * 1e6 / 4))
     process, workers = psutil.Process(), int(arguments.workers)
     config = DistributedConfig(num_workers=workers, master_ip="127.0.0.1", master_port=0, snapshot_every_steps=0)
+    rounds = {"sync": "local", "outer": arguments.outer, "sync_every": arguments.every} if arguments.outer else {}
 
     def loader(steps: int) -> DataLoader[tuple[torch.Tensor, ...]]:
         data = TensorDataset(torch.zeros(workers, side), torch.zeros(workers, side))
@@ -58,16 +64,19 @@ def serve(arguments: argparse.Namespace) -> None:
 
     for _ in range(max(1, arguments.sessions)):
         with Orchestrator(config) as orchestrator:
+            before, began = process.memory_info().rss, time.perf_counter()
             tell(code=orchestrator.join_code.encode())
             orchestrator.wait_for_workers(timeout=PATIENCE_S)
+            joined = {"join_s": time.perf_counter() - began, "join_rss": process.memory_info().rss - before}
             orchestrator.register_model("torch.nn:Linear", {"in_features": side, "out_features": side, "bias": False})
             options = {"optimizer": "SGD", "optimizer_args": {"lr": 0.0}, "criterion": "MSELoss", "progress": False}
+            options |= rounds
             if arguments.sessions:
                 orchestrator.start_training(loader(STEPS_OF_A_SESSION), **options)
             else:
-                measure(
-                    orchestrator.start_training(loader(1 << 30), detach=True, **options), process, arguments.seconds
-                )
+                run = orchestrator.start_training(loader(1 << 30), detach=True, **options)
+                measure(run, process, arguments.seconds, joined)
+                tell(**costs_of_a_session(orchestrator, process))
         tell(rss=process.memory_info().rss)
 
 
@@ -84,13 +93,14 @@ class AllRows:
         return self._steps
 
 
-def measure(run: Any, process: Any, seconds: float) -> None:
-    """Tell steps, processor time and memory between two moments of a run, and stop it."""
+def measure(run: Any, process: Any, seconds: float, joined: dict[str, float]) -> None:
+    """Tell exchanges, processor time, bytes and memory between two moments of a run, and stop it."""
 
     def moment() -> dict[str, float]:
+        wire = run.wire
         return {
             "step": len(run.history), "at_s": time.perf_counter(), "cpu_s": time.process_time(),
-            "rss": process.memory_info().rss,
+            "rss": process.memory_info().rss, "out_bytes": wire.out_bytes, "in_bytes": wire.in_bytes, **joined,
         }  # fmt: skip
 
     while len(run.history) < WARM_UP_STEPS:
@@ -104,6 +114,16 @@ def measure(run: Any, process: Any, seconds: float) -> None:
             time.sleep(0.05)
         tell(**(last := moment()))
     run.stop()
+
+
+def costs_of_a_session(orchestrator: Any, process: Any) -> dict[str, float]:
+    """What else grows with the workers: threads, descriptors, a look at the status, seats."""
+    began = time.perf_counter()
+    seats = len(orchestrator.status().workers)
+    return {
+        "status_s": time.perf_counter() - began, "seats": seats, "threads": process.num_threads(),
+        "descriptors": process.num_fds(),
+    }  # fmt: skip
 
 
 def tell(**what: Any) -> None:
@@ -130,18 +150,18 @@ class Fleet:
     def prepared(self, message: Any) -> Any:
         import torch
 
-        from guava_nb.data.codec import tensor_bytes
-        from guava_nb.protocol.messages import FlatTensor
+        from guava_nb.replica.buckets import BucketWire, message_format
 
         with self._lock:
             if self._run is None or self._run.run_id != message.run_id:
                 self._run, self._loaded = self._preparation.build(message), None
                 self.gradients = []
-                for bucket in self._run.replica.layout.buckets:
+                layout = self._run.replica.layout
+                wire = BucketWire(layout, *message_format(message.spec))
+                for bucket in layout.buckets:
                     flat = torch.randn(bucket.numel).to(bucket.dtype)  # as hard to compress as gradients are
-                    spec = FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel())
                     present = ((1 << len(bucket.names)) - 1).to_bytes(bucket.present_bytes, "little")
-                    self.gradients.append((bucket.index, present, spec, tensor_bytes(flat)))
+                    self.gradients.append((bucket.index, present, *wire.encode(bucket.index, flat)))
             return self._preparation.built(message, self._run)
 
     def loaded(self, message: Any, payload: memoryview) -> str:
@@ -173,12 +193,24 @@ class Worker:
         import torch
 
         from guava_nb.link.dialler import dial
+        from guava_nb.link.options import LinkOptions
         from guava_nb.telemetry.hardware import describe
 
         self._fleet, self._step, self._waiting = fleet, -1, list[Any]()
         self.over = threading.Event()
-        self._session = dial(code, self._on_event)
+        self._session = dial(code, self._on_event, LinkOptions(connect_timeout_s=PATIENCE_S))
         self._send(describe(torch.device("cpu"), name, "spawned"))
+
+    def leave(self, in_order: bool) -> None:
+        """Say so and go, or be gone as a killed process is."""
+        from guava_nb.errors import LinkBroken
+        from guava_nb.protocol.messages import Leave
+
+        if in_order:
+            self._send(Leave("its time is over"))
+        else:
+            self._session.end(LinkBroken("killed"), by_peer=False)
+            self.over.set()
 
     def _send(self, message: Any, buffers: Any = ()) -> None:
         from guava_nb.errors import LinkClosed
@@ -263,56 +295,93 @@ def simulate(arguments: argparse.Namespace) -> None:
     for line in sys.stdin:
         code, fleet = JoinCode.decode(line), Fleet()
         workers = [Worker(fleet, code, f"w{index}") for index in range(int(arguments.workers))]
+        over = threading.Event()
+        if arguments.churn:
+            churn = threading.Thread(target=come_and_go, args=(fleet, code, workers, 60 / arguments.churn, over))
+            churn.start()
+        workers[0].over.wait()
+        over.set()
+        if arguments.churn:
+            churn.join()
         for worker in workers:
             worker.over.wait()
+
+
+def come_and_go(fleet: Fleet, code: Any, workers: list[Worker], every_s: float, over: threading.Event) -> None:
+    """Have one worker after another go, every second one without a word, and another join; the first one stays."""
+    from guava_nb.errors import GuavaError
+
+    for turn in itertools.count(1):
+        if over.wait(every_s):
+            return
+        at = 1 + turn % (len(workers) - 1)
+        workers[at].leave(in_order=turn % 2 == 0)
+        with contextlib.suppress(GuavaError):  # the session may be over by now
+            workers[at] = Worker(fleet, code, f"later{turn}")
 
 
 # ------------------------------------------------------------------------------------------------------ what is measured
 
 
 class Pair:
-    """An orchestrator's and the workers' process, both with the code of one checkout."""
+    """An orchestrator's process and those of the workers, all with the code of one checkout."""
 
     def __init__(self, tree: Path, arguments: argparse.Namespace, workers: int, python: str) -> None:
         command = [
-            python, str(Path(__file__).resolve()), "--workers", str(workers), "--megabytes", str(arguments.megabytes),
-            "--seconds", str(arguments.seconds), "--sessions", str(arguments.sessions),
+            python, str(Path(__file__).resolve()), "--megabytes", str(arguments.megabytes),
+            "--seconds", str(arguments.seconds), "--sessions", str(arguments.sessions), "--every", str(arguments.every),
+            "--churn", str(arguments.churn), *(["--outer", arguments.outer] if arguments.outer else []),
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(tree)}
-        self._hub = subprocess.Popen([*command, "--part", "serve"], stdout=subprocess.PIPE, text=True, env=environment)
-        self._workers = subprocess.Popen(
-            [*command, "--part", "simulate"],
-            stdin=subprocess.PIPE,
-            text=True,
-            env={**environment, "OMP_NUM_THREADS": "1"},
-        )
+        hub = [*command, "--workers", str(workers), "--part", "serve"]
+        self._hub = subprocess.Popen(hub, stdout=subprocess.PIPE, text=True, env=environment)
+        parts = [min(MOST_IN_A_PROCESS, workers - first) for first in range(0, workers, MOST_IN_A_PROCESS)]
+        self._workers = [
+            subprocess.Popen(
+                [*command, "--workers", str(part), "--part", "simulate"],
+                stdin=subprocess.PIPE,
+                text=True,
+                env={**environment, "OMP_NUM_THREADS": "1"},
+            )
+            for part in parts
+        ]
 
     def results(self) -> list[dict[str, Any]]:
         """What the orchestrator told; each join code goes on to the workers."""
-        assert self._hub.stdout is not None and self._workers.stdin is not None
-        told = []
+        assert self._hub.stdout is not None
+        told, inputs = [], [workers.stdin for workers in self._workers if workers.stdin is not None]
         for line in self._hub.stdout:
             news = json.loads(line)
             if "code" in news:
-                self._workers.stdin.write(news["code"] + "\n")
-                self._workers.stdin.flush()
+                for stdin in inputs:
+                    stdin.write(news["code"] + "\n")
+                    stdin.flush()
             else:
                 told.append(news)
-        self._workers.stdin.close()
+        for stdin in inputs:
+            stdin.close()
         assert self._hub.wait(60) == 0, "the orchestrator failed"
-        self._workers.wait(60)
+        for workers in self._workers:
+            workers.wait(60)
         return told
 
 
 def scale_figures(told: list[dict[str, Any]], workers: int, megabytes: float) -> dict[str, float]:
     """Figures of one run, from its moments."""
-    first, half, last = told[:3]
+    first, half, last, session = told[:4]
     steps = last["step"] - first["step"]
     cpu_ms = 1e3 * (last["cpu_s"] - first["cpu_s"]) / steps
+    down, up = (1e-3 * (last[way] - first[way]) / steps / workers for way in ("out_bytes", "in_bytes"))
     return {
         "steps_per_s": steps / (last["at_s"] - first["at_s"]),
         "hub_cpu_ms_per_step": cpu_ms,
-        "hub_cpu_ms_per_worker_mb": cpu_ms / (workers * 2 * megabytes),
+        "hub_cpu_ms_per_worker": cpu_ms / workers,
+        "hub_cpu_ms_per_worker_mb": cpu_ms / (workers * 1e-3 * (down + up)),
+        "kb_down_per_worker": down,
+        "kb_up_per_worker": up,
+        "join_s": first["join_s"],
+        "join_kb_per_worker": first["join_rss"] / workers / 1e3,
+        **session,
         **{f"rss_mb_{name}": at["rss"] / 1e6 for name, at in (("first", first), ("half", half), ("end", last))},
     }
 
@@ -349,6 +418,9 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=4.2, help="of the model's gradients")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--outer", help="rounds of local steps with this outer method")
+    parser.add_argument("--every", type=int, default=5, help="steps of a round")
+    parser.add_argument("--churn", type=float, default=0.0, help="workers a minute that go, and as many that come")
     parser.add_argument("--sessions", type=int, default=0)
     parser.add_argument("--base", metavar="PATH", help="another checkout to compare with")
     parser.add_argument("--part", choices=("serve", "simulate"), help=argparse.SUPPRESS)

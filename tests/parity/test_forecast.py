@@ -178,6 +178,7 @@ def test_what_a_plan_asks_for_is_in_the_forecast(cluster: Cluster, tmp_path: Pat
         (2, RoundSpec("sparse", 1.0, 0.0), "fp32"),
         (5, RoundSpec("sparse", 1.0, 0.0), "fp32"),
         (3, RoundSpec("partial", 1.0, 0.0), "fp32"),
+        (3, RoundSpec("partial", 1.0, 0.0, density=0.7, bits=32), "fp32"),
     ],
 )
 def test_a_run_of_local_rounds_takes_what_was_forecast(

@@ -255,7 +255,7 @@ class SumBucket(Message, frozen=True, kw_only=True):
 
     Attributes:
         forwarded: the shards whose messages the payload has, one after another, in place of the sum; all others are the
-            receiver's own. None: it has the sum.
+            receiver's own. None: it has the sum, encoded as gradients are; or their mean by `partial`, exact.
         shards: how many there are, where messages are forwarded.
     """
 

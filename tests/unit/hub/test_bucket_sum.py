@@ -74,7 +74,9 @@ def test_sums_and_squares_are_those_of_torch(dtype: torch.dtype, size: int, shar
         total.add(shard, part.clone(), b"\x01")
     assert torch.equal(total.result(1)[1], expected)
     exact = float((expected.to(torch.complex128).abs() ** 2).sum())
-    assert dtype == torch.int64 or square_sum(expected) == pytest.approx(exact, rel=1e-5 if dtype.itemsize > 2 else 1e-2)
+    assert dtype == torch.int64 or square_sum(expected) == pytest.approx(
+        exact, rel=1e-5 if dtype.itemsize > 2 else 1e-2
+    )
 
 
 def test_a_sum_wakes_no_thread_for_every_core() -> None:
@@ -97,3 +99,21 @@ print(psutil.Process().num_threads() - before)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     ours, torchs = map(int, done.stdout.split())
     assert ours == 0 < torchs
+
+
+@pytest.mark.parametrize("of_senders", [False, True])
+def test_sparse_contributions_come_to_what_dense_ones_do_and_to_the_mean_of_those_that_have_an_element(
+    of_senders: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    parts = [torch.randn(500, generator=generator) * (torch.rand(500, generator=generator) < 0.2) for _ in range(3)]
+    expected = sum(parts) / (sum((part != 0).int() for part in parts).clamp(min=1) if of_senders else 1)  # type: ignore[union-attr, arg-type]
+    for order in itertools.permutations(range(3)):
+        sparse, dense = BucketSum(3, of_senders), BucketSum(3, of_senders)
+        for shard in order:
+            assert is_finite(parts[shard].to_sparse())
+            sparse.add(shard, parts[shard].to_sparse(), b"\1")
+            dense.add(shard, parts[shard].clone(), b"\1")
+        assert torch.equal(sparse.result(1)[1], dense.result(1)[1])
+        assert torch.allclose(dense.result(1)[1], expected, atol=1e-6)  # type: ignore[arg-type]
+    assert not is_finite(torch.tensor([0.0, float("nan")]).to_sparse())

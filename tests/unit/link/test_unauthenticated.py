@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(30)
 
 
 def test_the_longest_seated_guest_leaves_first() -> None:
-    guests = Unauthenticated(2)
+    guests = Unauthenticated(2, honest_s=0)
     seats = [guests.sit(1), guests.sit(1)]
     pairs = [memory_pair() for _ in seats]
     for seat, pair in zip(seats, pairs, strict=True):
@@ -28,3 +28,12 @@ def test_the_longest_seated_guest_leaves_first() -> None:
     assert len(guests) == 2
     guests.leave(seats[0])  # twice is harmless
     assert len(guests) == 2
+
+
+def test_a_guest_that_has_only_come_is_not_sent_away_for_those_behind_it() -> None:
+    guests = Unauthenticated(1, honest_s=30)
+    mine, theirs = memory_pair()
+    guests.name(guests.sit(1) or 0, mine)
+    assert guests.sit(0.01) is None and guests.evicted == 0
+    theirs.send_all([b"proof"])
+    assert mine.recv_into(memoryview(bytearray(5))) == 5

@@ -137,6 +137,19 @@ def test_a_hub_that_owes_sends_its_sum_whatever_is_shorter() -> None:
     assert hub.is_forwarded(0, 2) and hub.owed_norm() == 0
 
 
+def test_the_mean_of_senders_goes_down_exact_where_that_is_shorter_than_all_messages() -> None:
+    layout = build_layout(nn.Linear(90, 90), 1 << 20, partial := sparse_format(of_senders=True))
+    hub, worker, bucket = BucketWire(layout, partial), BucketWire(layout, partial), layout.buckets[0]
+    assert hub.is_forwarded(0, 150) and not hub.is_forwarded(0, 250)
+    mean = torch.randn(bucket.numel)
+    tensor, payload = hub.encode_sum(0, mean)
+    assert tensor == bucket.form_down(bucket.numel) and hub.owed_norm() == 0
+    message = SumBucket(run_id="r", generation=0, step=0, bucket=0, present=b"\3", tensor=tensor)
+    assert torch.equal(worker.decode_sum(message, payload), mean)
+    with pytest.raises(RemoteProtocolError):
+        worker.decode_sum(message, payload[:-4])
+
+
 def test_a_flat_tensor_of_another_form_is_a_violation_of_its_sender() -> None:
     layout = build_layout(Tied(), 1 << 20)
     bucket, buffers = layout.bucket(0), layout.bucket(BUFFERS)

@@ -29,6 +29,7 @@ def test_the_bounds_hold_whatever_happens(
         flights = len({s for s, _ in open_shards})
         if what == "issue":
             coming = {0: size, 1: size // 2}
+            assert not credit.is_full(flights) or credit.must_work(flights, {0: 0, 1: 0}) == (0, 1)
             if credit.must_work(flights, coming):
                 assert flights > 0, "with nothing in flight the next step always goes"
                 continue

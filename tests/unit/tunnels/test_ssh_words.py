@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 
 from guava_nb.tunnels.ssh_words import Asked, forwarded_port, is_chatter, why_not
 
+#: What ssh says last where it was to go through another host.
+CLOSED = "kex_exchange_identification: Connection closed by remote host\nConnection closed by UNKNOWN port 65535"
+
 
 @pytest.mark.parametrize(
     ("said", "words"),
@@ -29,6 +32,16 @@ from guava_nb.tunnels.ssh_words import Asked, forwarded_port, is_chatter, why_no
         ("kex_exchange_identification: Connection closed by remote host", "before the login"),
         ("/home/me/.ssh/config: line 3: Bad configuration option: nonsense", "Bad configuration option: nonsense"),
         ("", "it said nothing"),
+        (
+            f"ssh: connect to host gate port 22: Connection refused\n{CLOSED}",
+            "past that one (connect to host gate port 22: Conn",
+        ),
+        (f"me@gate: Permission denied (publickey).\n{CLOSED}", "past that one (me@gate: Permission denied"),
+        (f"ssh: Could not resolve hostname gate: Name or service not known\n{CLOSED}", "leads through a jump host"),
+        (
+            f"channel 0: open failed: connect failed: Name or service not known\nstdio forwarding failed\n{CLOSED}",
+            "the jump host before me@lab accepts the login and does not get through to it (channel 0: open failed",
+        ),
     ],
 )
 def test_each_refusal_has_its_sentence(said: str, words: str) -> None:

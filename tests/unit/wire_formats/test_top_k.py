@@ -21,6 +21,7 @@ def test_the_largest_of_each_chunk_arrive(
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) + 1e-3
     flat = flat.round() if coarse else flat
     back = wire.decode(wire.encode(flat), numel)
+    assert not numel or torch.equal(wire.decode_sparse(wire.encode(flat), numel).to_dense(), back)
     for got, given_ in zip(back.split(chunk), flat.split(chunk), strict=True):
         if not given_.numel():  # split gives one empty part of an empty tensor
             continue
