@@ -86,6 +86,7 @@ class Cluster:
         notice: tells a person what a run has to say.
         expelled: members whose sessions were ended because they broke the protocol.
         least_wait_s: the shortest time after which a connected worker that does not answer counts as slow.
+        silence_s: as the setting: a connection from which nothing comes for so long is broken.
         on_idle_leave: releases a member that leaves between two jobs, from any thread; called by the dispatcher.
         seats: the sessions of the members, and the bytes of those that are over.
         greetings: are sent to each newcomer before anything else.
@@ -113,7 +114,7 @@ class Cluster:
         self._told_invalid: set[tuple[int, str]] = set()
         self.expelled: set[int] = set()
         self.session_id = secrets.token_hex(8)
-        self.least_wait_s = 30.0
+        self.least_wait_s, self.silence_s = 30.0, 15.0
         self.seats = SeatSessions()
         self._leaving: dict[int, str] = {}  # members that were not released yet, and why they go
         self.on_idle_leave: Callable[[int], None] = self.release
@@ -415,6 +416,11 @@ class Cluster:
         out = None if session is None else session.rate_bytes_s[0]  # what came says how much there was to send
         asked = self.roster.members[rank].line
         return _higher(asked[0], out), _higher(asked[1], None if told is None else told.up_bytes_s)
+
+    def silent_s(self, rank: int) -> float:
+        """Return for how many seconds nothing came from a member."""
+        session = self.seats.of(rank)
+        return 0.0 if session is None else session.silent_s
 
     def is_in_outage(self, rank: int) -> bool:
         """Whether a member is away because a tunnel broke, and not by itself."""
