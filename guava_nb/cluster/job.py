@@ -184,12 +184,12 @@ class Job:
 
     def _spare_silent(self, now: float) -> None:
         """Others do the work of a worker whose heartbeats stay away: that is known sooner than that it is gone."""
-        silent = {rank for rank in self.ready if self.cluster.silent_s(rank) >= self.cluster.silence_s / 2}
+        silent = {rank for rank in self.ready if self.cluster.seats.silent_s(rank) >= self.cluster.silence_s / 2}
         if silent and silent < self.ready:
             for rank in {answer.rank for owed in self._owed for answer in owed()} & silent:
                 if self.spares(rank):
                     seen = self.cluster.vitals.text(rank, now)
-                    silent_s = self.cluster.silent_s(rank)
+                    silent_s = self.cluster.seats.silent_s(rank)
                     self.spare(
                         rank, f"silent: nothing came from it for {silent_s:.0f} s{seen and f' ({seen})'}", silent_s
                     )

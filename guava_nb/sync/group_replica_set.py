@@ -154,7 +154,7 @@ class GroupReplicaSet(ReplicaSet):
         outage = all(rank in job.suspects for rank in self.team)
         self._spare_silent(job)
         for rank in self.team:
-            if rank in job.ready or (rank in job.suspects and (outage or job.cluster.is_in_outage(rank))):
+            if rank in job.ready or (rank in job.suspects and (outage or job.cluster.seats.is_in_outage(rank))):
                 self._away.pop(rank, None)
             elif rank not in job.suspects:
                 self.retire()
@@ -168,7 +168,7 @@ class GroupReplicaSet(ReplicaSet):
     def _spare_silent(self, job: Job) -> None:
         """Give up a member that stands still, where others can take its place: its parent process speaks for it."""
         silence_s = job.cluster.silence_s
-        silent = [rank for rank in self.team if rank in job.ready and job.cluster.silent_s(rank) >= silence_s]
+        silent = [rank for rank in self.team if rank in job.ready and job.cluster.seats.silent_s(rank) >= silence_s]
         if silent and len(job.ready) - len(silent) >= self.least:
             self.retire()
             for rank in silent:

@@ -77,7 +77,7 @@ FAULTS: dict[str, Callable[[Worker], None]] = {
 
 def recovery(session: Session, mode: str, fault: str) -> tuple[float, int, int]:
     """Strike once; returns seconds, and samples that were lost and doubled."""
-    victim = session.ensure(3)[1]
+    victim = session.ensure(3 if mode == "data" else 2)[1]
     session.orch.set_mode(mode, path="relay", **MODES[mode])
     run = session.train(
         loader(),
@@ -88,6 +88,9 @@ def recovery(session: Session, mode: str, fault: str) -> tuple[float, int, int]:
         detach=True,
     )
     eventually(lambda: len(run.history) >= 8 or run.done, PATIENCE_S, "the run is under way")
+    if mode != "data":  # a mesh starts with exactly its workers; who comes later is a spare
+        session.workers.append(Worker(session, f"spare-{time.monotonic_ns()}", True))
+        eventually(lambda: len(session.ready()) == 3, PATIENCE_S, "the spare is here")
     FAULTS[fault](victim)
     began, done = time.monotonic(), len(run.history) + 2
     eventually(lambda: len(run.history) >= done or run.done, PATIENCE_S, f"{mode} goes on after {fault}")
