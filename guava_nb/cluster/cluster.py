@@ -86,6 +86,7 @@ class Cluster:
         notice: tells a person what a run has to say.
         expelled: members whose sessions were ended because they broke the protocol.
         least_wait_s: the shortest time after which a connected worker that does not answer counts as slow.
+        silence_s: as the setting: a connection from which nothing comes for so long is broken.
         on_idle_leave: releases a member that leaves between two jobs, from any thread; called by the dispatcher.
         seats: the sessions of the members, and the bytes of those that are over.
         greetings: are sent to each newcomer before anything else.
@@ -113,7 +114,7 @@ class Cluster:
         self._told_invalid: set[tuple[int, str]] = set()
         self.expelled: set[int] = set()
         self.session_id = secrets.token_hex(8)
-        self.least_wait_s = 30.0
+        self.least_wait_s, self.silence_s = 30.0, 15.0
         self.seats = SeatSessions()
         self._leaving: dict[int, str] = {}  # members that were not released yet, and why they go
         self.on_idle_leave: Callable[[int], None] = self.release
@@ -286,7 +287,7 @@ class Cluster:
         session = self.seats.rise(rank)
         self.vitals.forget(rank)
         self._leaving.pop(rank, None)
-        member, (out_bytes, in_bytes) = self.roster.members[rank], self.total_bytes(rank)
+        member, (out_bytes, in_bytes) = self.roster.members[rank], self.seats.total_bytes(rank)
         self._announce(Lost(rank), f"{member.name} {sentence}")
         self._record(
             f"{member.name} had done {member.samples} samples of the newest run, and took {show_bytes(out_bytes)} there and "
@@ -371,7 +372,7 @@ class Cluster:
         """Start a run's figures: samples and bytes per member count from here."""
         for member in self.roster:
             member.samples, member.tokens, member.waits, member.shards = 0, None, Waits(), 0
-            member.bytes_before = self.total_bytes(member.rank)
+            member.bytes_before = self.seats.total_bytes(member.rank)
 
     def worked(self, rank: int) -> tuple[int, float | None]:
         """Return the samples and tokens that a member has done since then; tokens None where they are not counted."""
@@ -390,10 +391,6 @@ class Cluster:
             self.notice(
                 f"{self.name(rank)} reported an invalid {of} value ({invalid}); it is ignored. Training continues. Shown once."
             )
-
-    def total_bytes(self, rank: int) -> tuple[int, int]:
-        """Return what was sent to a member and came from it, since it joined, whether or not it is still there."""
-        return self.seats.total_bytes(rank)
 
     def payload_of(self, session_id: bytes, message: Message) -> int:
         """Return the most payload bytes that a session may bring with this record; called before memory is taken for them."""
@@ -415,11 +412,6 @@ class Cluster:
         out = None if session is None else session.rate_bytes_s[0]  # what came says how much there was to send
         asked = self.roster.members[rank].line
         return _higher(asked[0], out), _higher(asked[1], None if told is None else told.up_bytes_s)
-
-    def is_in_outage(self, rank: int) -> bool:
-        """Whether a member is away because a tunnel broke, and not by itself."""
-        session = self.seats.of(rank)
-        return session is not None and session.in_outage
 
     def name(self, rank: int) -> str:
         """Return a member's name."""

@@ -150,7 +150,7 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
     def _new_cluster(self) -> Cluster:
         notices, log = self._notices, OutputLog(self.log_folder)
         cluster = Cluster(log, notices.add, lambda sentence: notices.add(sentence, "run"), self.diary.add)
-        cluster.least_wait_s = self.config.grace_s
+        cluster.least_wait_s, cluster.silence_s = self.config.grace_s, self.config.silence_s
         return cluster
 
     def _have_cluster(self) -> Cluster:

@@ -29,6 +29,8 @@ _Record = TypeVar("_Record", bound=Message)
 
 #: The longest a pump sleeps without looking at its condition again: conditions on the clock need no event to come true.
 _TICK_S = 0.25
+#: A job that looks at what it waits for after so long stood still itself, or had other things to do.
+_STOOD_STILL_S = 2.0
 
 
 class StopRequested(Exception):  # noqa: N818 - not an error: the user asked for it
@@ -163,7 +165,10 @@ class Job:
         now = time.monotonic()
         if now < self._looked + _TICK_S or not self._owed:
             return
+        stood_still = now > self._looked + _STOOD_STILL_S  # this process: what came meanwhile was not read yet
         self._looked, waits, name = now, self._waits, self.cluster.name
+        if not stood_still:
+            self._spare_silent(now)
         news, late = waits.look((answer for owed in self._owed for answer in owed() if answer.rank in self.ready), now)
         for answer in news:
             limit_s, spared = waits.limit_s(answer), self.spares(answer.rank)
@@ -174,19 +179,34 @@ class Job:
             self.cluster.notice(f"waits for {name(answer.rank)} since {waited_s:.0f} s: {answer.what}{seen}{then}")
         for answer in late:
             if answer.rank in self.ready and self.spares(answer.rank):
-                self._spare(answer, now)
+                usual_s, waited_s = waits.usual_s(answer), waits.waited_s(answer, now)
+                before = "" if usual_s is None else f" (it took {usual_s:.1f} s before)"
+                self.spare(answer.rank, f"slow: no answer for {waited_s:.0f} s: {answer.what}{before}", waited_s)
 
-    def _spare(self, answer: OwedAnswer, now: float) -> None:
-        """Go on without a worker until it answers."""
-        rank, usual_s = answer.rank, self._waits.usual_s(answer)
-        waited_s = self._waits.waited_s(answer, now)
-        before = "" if usual_s is None else f" (it took {usual_s:.1f} s before)"
-        sentence = f"slow: no answer for {waited_s:.0f} s: {answer.what}{before}"
+    def _spare_silent(self, now: float) -> None:
+        """Others do the work of a worker whose heartbeats stay away: that is known sooner than that it is gone."""
+        silent = {rank for rank in self.ready if self.cluster.seats.silent_s(rank) >= self.cluster.silence_s / 2}
+        if silent and silent < self.ready:
+            for rank in {answer.rank for owed in self._owed for answer in owed()} & silent:
+                if self.spares(rank):
+                    seen = self.cluster.vitals.text(rank, now)
+                    silent_s = self.cluster.seats.silent_s(rank)
+                    self.spare(
+                        rank, f"silent: nothing came from it for {silent_s:.0f} s{seen and f' ({seen})'}", silent_s
+                    )
+
+    def spare(self, rank: int, sentence: str, since_s: float) -> None:
+        """Go on without a worker until it answers.
+
+        Args:
+            sentence: how it is, after "it is".
+            since_s: for how long.
+        """
         self.cluster.roster.members[rank].detail = sentence
         self.cluster.notice(
             f"{self.cluster.name(rank)} is {sentence}. Others do its work; it keeps its seat until it answers"
         )
-        self.slow[rank] = now - waited_s
+        self.slow[rank] = time.monotonic() - since_s
         self.ready.discard(rank)
         self.suspects.add(rank)
         self.on_slow(rank)

@@ -121,6 +121,16 @@ class SeatSessions:
                 total = _both_ways(total, session.wire)
             return total
 
+    def silent_s(self, rank: int) -> float:
+        """Return for how many seconds nothing came from a member."""
+        session = self.of(rank)
+        return 0.0 if session is None else session.silent_s
+
+    def is_in_outage(self, rank: int) -> bool:
+        """Whether a member is away because a tunnel broke, and not by itself."""
+        session = self.of(rank)
+        return session is not None and session.in_outage
+
     def counted(self) -> list[Counted]:
         """Return all that has bytes of this cluster's seats, forgotten ones included."""
         with self._access:

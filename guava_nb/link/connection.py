@@ -357,7 +357,9 @@ class Connection:
         """Wait for bytes, for longer than `silence_s` only while the peer's process is known to be there."""
         while True:
             try:
-                return self._stream.recv_into(self._decoder.get_buffer())
+                count = self._stream.recv_into(self._decoder.get_buffer())
+                self._lane.heard_at = time.monotonic()
+                return count
             except LinkTimeout:
                 if time.monotonic() > self._lane.vouched_until:
                     raise

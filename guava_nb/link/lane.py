@@ -84,6 +84,7 @@ class Lane(Generic[C]):
         goodbye: the peer's last word on it.
         begun: messages of which the broken connection brought a part, by channel; the next one goes on with them.
         round_trip_s: smoothed, from Ping to Pong; None before the first.
+        heard_at: when bytes came last, on the monotonic clock.
         vouched_until: until then a silent peer is not taken for gone, because another process sees that it is there.
         acks_due_at: when acknowledgements held back must go; None when there are none.
         delivery: how fast bytes arrive there; arrivals: and here.
@@ -102,6 +103,7 @@ class Lane(Generic[C]):
         self.goodbye: Goodbye | None = None
         self.begun: dict[int, Incoming] = {}
         self.round_trip_s: float | None = None
+        self.heard_at = time.monotonic()
         self.vouched_until = float("-inf")
         self.acks_due_at: float | None = None
         self.delivery, self.arrivals = Delivery(), RateMeter()

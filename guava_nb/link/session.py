@@ -91,6 +91,11 @@ class Session:
         return self._lanes[CONTROL].round_trip_s
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since anything came from the peer, whose heartbeats fill silence."""
+        return time.monotonic() - max(lane.heard_at for lane in self._lanes.values())
+
+    @property
     def rate_bytes_s(self) -> tuple[float | None, float | None]:
         """Bytes a second that the line to the peer does at least, and that came from it lately; None until seen.
 

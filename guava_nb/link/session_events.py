@@ -47,6 +47,10 @@ class SessionHandle(Protocol):
         """Seconds to the peer and back."""
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since anything came."""
+
+    @property
     def rate_bytes_s(self) -> tuple[float | None, float | None]:
         """Bytes a second out and in."""
 

@@ -152,8 +152,9 @@ class GroupReplicaSet(ReplicaSet):
         now = time.monotonic()
         # All are away, so none waits for another; or a tunnel broke: members that are away come back with their parts.
         outage = all(rank in job.suspects for rank in self.team)
+        self._spare_silent(job)
         for rank in self.team:
-            if rank in job.ready or (rank in job.suspects and (outage or job.cluster.is_in_outage(rank))):
+            if rank in job.ready or (rank in job.suspects and (outage or job.cluster.seats.is_in_outage(rank))):
                 self._away.pop(rank, None)
             elif rank not in job.suspects:
                 self.retire()
@@ -163,6 +164,16 @@ class GroupReplicaSet(ReplicaSet):
                 raise GroupLost(f"{job.cluster.name(rank)} is away for more than {AWAY_LIMIT_S:g} s")
         if self._broken and now > self._broken_at + AWAY_LIMIT_S:
             raise GroupLost(self._broken)
+
+    def _spare_silent(self, job: Job) -> None:
+        """Give up a member that stands still, where others can take its place: its parent process speaks for it."""
+        silence_s = job.cluster.silence_s
+        silent = [rank for rank in self.team if rank in job.ready and job.cluster.seats.silent_s(rank) >= silence_s]
+        if silent and len(job.ready) - len(silent) >= self.least:
+            self.retire()
+            for rank in silent:
+                job.spare(rank, f"silent: nothing came from it for {silence_s:.0f} s", silence_s)
+            raise GroupLost(f"{job.cluster.name(silent[0])} has said nothing for {silence_s:.0f} s")
 
     def note_break(self, job: Job, rank: int, message: Failure) -> None:
         """Note that a member reports a broken group; which member was lost is known in a moment.

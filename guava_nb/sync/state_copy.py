@@ -20,7 +20,7 @@ COMING_BYTES = 1 << 18
 
 def received_bytes(cluster: Cluster, ranks: Iterable[int]) -> int:
     """Return the bytes that came from these members so far."""
-    return sum(cluster.total_bytes(rank)[1] for rank in ranks)
+    return sum(cluster.seats.total_bytes(rank)[1] for rank in ranks)
 
 
 def state_in(message: State, payload: memoryview, resolve: Resolve | None) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class WholeReplicaSet(ReplicaSet):
         """
         asked, roster = set(ranks), job.cluster.roster
         roster.generation += 1  # tells this state's answers from those to an earlier one
-        self._sent_before = {rank: job.cluster.total_bytes(rank)[0] for rank in asked}
+        self._sent_before = {rank: job.cluster.seats.total_bytes(rank)[0] for rank in asked}
         sending = self._sending_state(job, asked, roster.generation, state, step)
         with sending, job.waiting_for(lambda: self._taking_state(asked)):
             job.pump(lambda: not self._waited_for(job, asked) - self._loaded.keys())
@@ -77,7 +77,7 @@ class WholeReplicaSet(ReplicaSet):
 
     def _has_got_more(self, job: Job, rank: int) -> bool:
         """Whether something went to a worker since it was looked at last."""
-        sent_bytes, before = job.cluster.total_bytes(rank)[0], self._sent_before.get(rank, 0)
+        sent_bytes, before = job.cluster.seats.total_bytes(rank)[0], self._sent_before.get(rank, 0)
         self._sent_before[rank] = sent_bytes
         return sent_bytes >= before + COMING_BYTES
 

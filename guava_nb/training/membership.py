@@ -122,7 +122,11 @@ class Membership:
         fit = self.replica_set.newcomers(set(self.current()), prepared)  # of a mesh: whole replicas
         if fit:
             self._tell_emulated_bf16(fit)
-            self.replica_set.load(self._job, fit, self.fetch(), self.replica_set.step)
+            state = self.fetch()
+            # While a larger group forms, no member holds the state, and it is here.
+            self.formed = self.replica_set.spec.parallel is None
+            self.replica_set.load(self._job, fit, state, self.replica_set.step)
+            self.formed = True
             for rank in sorted(self.behind.intersection(fit)):
                 tell_own_state_lost(self.cluster, self.replica_set.spec, rank, "got the state of another worker")
             self.behind.difference_update(fit)

@@ -58,7 +58,7 @@ def _mode(config: DistributedConfig, cluster: Cluster | None) -> str:
 
 
 def _worker(member: Member, cluster: Cluster, run: Run | None) -> WorkerStatus:
-    session, total, before = cluster.session(member.rank), cluster.total_bytes(member.rank), member.bytes_before
+    session, total, before = cluster.session(member.rank), cluster.seats.total_bytes(member.rank), member.bytes_before
     rates = cluster.rates(member.rank)
     queued = (0, 0) if run is None else run.feeding().in_flight.get(member.rank, (0, 0))
     busy = run is not None and not run.done and member.state == "ready"

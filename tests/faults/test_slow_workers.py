@@ -109,6 +109,21 @@ def test_a_slow_worker_takes_part_again_when_it_answers(cluster: Cluster) -> Non
     assert cluster.roster.members[1].detail == "" and cluster.roster.members[1].samples > 16
 
 
+def test_a_worker_whose_heartbeats_stay_away_is_spared_before_it_is_slow(cluster: Cluster) -> None:
+    cluster.least_wait_s = 60.0
+    hang = Hang(Ready, 3)
+    silent = start(cluster, None, hang)[1]
+    job = job_for(cluster, spec(), plan_for(loader()))
+    job.start()
+    try:
+        assert hang.hangs.wait(30)
+        silent.session.silent_s = 8.0
+        assert_undisturbed(job.run)
+        assert "w1 is silent: nothing came from it for 8 s. Others do its work" in cluster.notice
+    finally:
+        hang.goes_on.set()
+
+
 def test_a_lone_worker_that_hangs_is_waited_for_and_named(cluster: Cluster) -> None:
     hang = Hang(StepApplied, 3)
     start(cluster, hang)

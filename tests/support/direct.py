@@ -59,7 +59,8 @@ class DirectSession:
         self.session_id = worker.identity
         self.identity = worker.identity
         self.wire = Wire(dict.fromkeys(Channel, 0), dict.fromkeys(Channel, 0))  # counted as a real session counts
-        self.round_trip_s = None
+        self.saved = Wire(dict.fromkeys(Channel, 0), dict.fromkeys(Channel, 0))
+        self.round_trip_s, self.silent_s = None, 0.0
         self.rate_bytes_s = (None, None)
         self.closed = False
         self._worker = worker

@@ -288,7 +288,9 @@ class Session:
         cluster = self.orch._open_cluster()
         (rank,) = cluster.roster.ready()
         sent = eventually(
-            lambda: run.feeding().in_flight[rank][0] >= 3 and cluster.total_bytes(rank)[0], 20, "more shards are sent"
+            lambda: run.feeding().in_flight[rank][0] >= 3 and cluster.seats.total_bytes(rank)[0],
+            20,
+            "more shards are sent",
         )
         eventually(lambda: worker.handle.status().figures.in_bytes >= sent, 20, "they have arrived")
 

@@ -78,7 +78,7 @@ class CodeJob:
         self._job.on(CodeValues, self._on_values)
         names = [self.cluster.name(rank) for rank in self.orders]
         self._seen = {name: self.cluster.output.count(name) for name in names}
-        self._bytes = {rank: self.cluster.total_bytes(rank) for rank in self.orders}
+        self._bytes = {rank: self.cluster.seats.total_bytes(rank) for rank in self.orders}
         self._told, self._deadline = time.monotonic(), float("inf")
         with self._job.attached(), interrupts_counted() as interrupts, contextlib.suppress(NobodyLeft):
             self._begin()
@@ -159,7 +159,7 @@ class CodeJob:
         total, way = sum(buffer.nbytes for buffer in self.orders[rank][1]), 0
         if ran is not None:
             total, way = ran.nbytes, 1
-        done = self.cluster.total_bytes(rank)[way] - self._bytes[rank][way]
+        done = self.cluster.seats.total_bytes(rank)[way] - self._bytes[rank][way]
         if total < _LARGE_BYTES or done >= total:
             return ""
         return f"{show_bytes(done)} of {show_bytes(total)} {'from' if way else 'to'} {name}"

@@ -147,7 +147,7 @@ class ProgramJob(CodeJob):
         now, here, away = time.monotonic(), self._job.ready, self._job.suspects
         outage = all(rank in away for rank in self.ranks)  # none waits for another: a tunnel that broke is waited for
         for rank in self.missing():
-            if rank in here or (rank in away and (outage or self.cluster.is_in_outage(rank))):
+            if rank in here or (rank in away and (outage or self.cluster.seats.is_in_outage(rank))):
                 self._away.pop(rank, None)
             elif rank not in away:
                 return f"{self.cluster.name(rank)} was lost"

@@ -72,6 +72,7 @@ class Line:
     peer_address = "here"
     state = "open"
     round_trip_s = None
+    silent_s = 0.0
     rate_bytes_s = (None, None)
     wire = saved = Wire(dict.fromkeys(Channel, 0), dict.fromkeys(Channel, 0))
 

@@ -13,7 +13,16 @@ from guava_nb.cluster.payload_bounds import PayloadBounds
 from guava_nb.cluster.roster import Roster
 from guava_nb.data.codec import pack
 from guava_nb.errors import RemoteProtocolError, TrainingError
-from guava_nb.protocol.messages import Failure, FailureKind, Prepared, State, StateLoaded, StepApplied, Tree
+from guava_nb.protocol.messages import (
+    Failure,
+    FailureKind,
+    ParallelSpec,
+    Prepared,
+    State,
+    StateLoaded,
+    StepApplied,
+    Tree,
+)
 from guava_nb.sync.group_replica_set import GroupReplicaSet
 from guava_nb.sync.replica_set import GroupLost, ReplicaSet
 from tests.support.explorer.orchestrator import replica_set_for, spec_for
@@ -57,7 +66,8 @@ def test_what_others_report_of_a_group_that_lost_a_member_is_no_break_of_its_own
     """Three losses in a row were taken for three groups that broke while all workers stayed, which ends the run."""
     replicas = replica_set_for(spec_for("group", "workers", 2), 4, 1, None)
     assert isinstance(replicas, GroupReplicaSet)
-    job.cluster.name, job.cluster.members = "w{}".format, lambda: [SimpleNamespace(detail="gone")] * 2
+    job.cluster.name, job.cluster.roster = "w{}".format, SimpleNamespace(members=[SimpleNamespace(detail="gone")] * 2)
+    job.cluster.silence_s, job.cluster.seats = 15.0, SimpleNamespace(silent_s=lambda rank: 0.0)
     replicas._relay = SimpleNamespace(forget=lambda name: None)  # type: ignore[assignment]
     for generation in range(5):
         replicas.team, replicas.generation, replicas._retired, job.ready = (0, 1), generation, False, {0}
@@ -67,6 +77,34 @@ def test_what_others_report_of_a_group_that_lost_a_member_is_no_break_of_its_own
             run_id="run", kind=FailureKind.GROUP, type_name="E", text="woken", traceback="", generation=generation
         ))  # fmt: skip
         replicas.disband()
+
+
+def test_a_silent_member_of_a_group_is_given_up_where_others_can_take_its_place(job: Any) -> None:
+    replicas = replica_set_for(spec_for("group", "workers", 2), 4, 1, None)
+    assert isinstance(replicas, GroupReplicaSet)
+    spared: list[int] = []
+    job.cluster.name, job.spare = "w{}".format, lambda rank, sentence, since_s: spared.append(rank)
+    job.cluster.silence_s, job.cluster.seats = 15.0, SimpleNamespace(silent_s=lambda rank: 20.0 * (rank == 1))
+    replicas.team, replicas.least, job.ready = (0, 1), 2, {0, 1}
+    replicas.check(job)
+    assert spared == [], "no other is here: it is waited for"
+    job.ready = {0, 1, 2}
+    with pytest.raises(GroupLost, match="w1 has said nothing for 15 s"):
+        replicas.check(job)
+    assert spared == [1]
+
+
+def test_a_mesh_takes_in_whole_replicas_up_to_its_size(job: Any) -> None:
+    replicas = replica_set_for(spec_for("group", "workers", 2), 4, 1, None)
+    assert isinstance(replicas, GroupReplicaSet)
+    replicas._shape, replicas._span, replicas.elastic = ParallelSpec(mode="hybrid", dp=3, tp=2), 2, False
+    replicas.team, replicas.least = (0, 1), 2
+    assert replicas.pick({0, 1, 5}) == {0, 1} and replicas.pick(range(9)) == set(range(6))
+    assert replicas.newcomers(set(), {0, 1, 4}) == [] and replicas.newcomers(set(), {0, 1, 4, 5, 6}) == [4, 5]
+    assert replicas.newcomers(set(), set(range(9))) == [2, 3, 4, 5]
+    replicas.team = tuple(range(6))
+    assert replicas.newcomers(set(), set(range(9))) == [], "the mesh is whole"
+    assert replicas._holders_with(3) == (2, 3), "each replica holds the whole state"
 
 
 def test_what_a_worker_built_before_fails_for_itself(replicas: ReplicaSet) -> None:

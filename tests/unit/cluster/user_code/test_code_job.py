@@ -21,7 +21,7 @@ class Counted:
     """A cluster of which only bytes and names are asked."""
 
     def __init__(self) -> None:
-        self.moved = (0, 0)
+        self.moved, self.seats = (0, 0), self
 
     def total_bytes(self, rank: int) -> tuple[int, int]:
         return self.moved
