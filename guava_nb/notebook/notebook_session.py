@@ -169,9 +169,21 @@ class NotebookSession:
         """Whether every worker that is here or expected was started here: then nobody needs the code."""
         return self._local is not None and self._local.are_all and not self._orchestrator.status().tunnel
 
-    def share(self, given_name: str | None, text: str) -> str:
-        """Run a cell here and share it; before %guava_up it waits for the session. Returns its name."""
-        return self.cells.share(given_name, text, self._orchestrator if self.is_open else None)
+    def share(self, given_name: str | None, text: str | None, with_workers: bool = True) -> str:
+        """Run a cell here and share it; before %guava_up it waits for the session. Returns its name.
+
+        Args:
+            with_workers: else it is for this process and a background session only.
+
+        Raises:
+            UsageError: there is no cell, or it failed here.
+        """
+        if text is None:
+            raise UsageError(
+                "%%guava_share stands with two percent signs on the first line of a cell, and shares what is below it: there is "
+                "nothing to share here"
+            )
+        return self.cells.share(given_name, text, self._orchestrator if self.is_open else None, with_workers)
 
     def forget(self, name: str, alone: bool) -> str:
         """Share a cell no longer, from the next run on; returns the sentence to say.
@@ -282,8 +294,8 @@ class NotebookSession:
         Raises:
             UsageError: nothing was trained in this session.
         """
-        run = self._need_session().run
-        if run is None:
+        self._need_session()
+        if (run := self.newest_run_or_none()) is None:
             raise UsageError(
                 "no run was started in this session yet: %guava_train starts one, and its energy is measured"
             )
@@ -322,7 +334,7 @@ class NotebookSession:
 
     def is_at_work(self) -> bool:
         """Whether a run goes on here, or this notebook's worker lives."""
-        run = self._orchestrator.run if self.is_open else None
+        run = self.newest_run_or_none()
         return (run is not None and not run.done) or self.worker.lives
 
     def worker_names(self) -> list[str]:
@@ -421,16 +433,20 @@ class NotebookSession:
         codes = self.new_codes()
         return lambda: show_code(codes(), choose_ui(self._shell))
 
+    def newest_run_or_none(self) -> Any:
+        """The newest run, also while it goes on; None where there is none."""
+        return self._orchestrator.run if self.is_open else None
+
     def newest_followed(self) -> Following | None:
         """What follows the newest run from now on; None where there was none here."""
-        has_run = self.is_open and self._orchestrator.run is not None
-        return Following(self._orchestrator, self.new_codes()) if has_run else None
+        return None if self.newest_run_or_none() is None else Following(self._orchestrator, self.new_codes())
 
-    def follow_run(self, followed: Followed, run: Any, panel: Panel) -> None:
-        """Watch a run until it has ended or the cell is interrupted, which leaves the run alone."""
+    def follow_run(self, followed: Followed, run: Any, panel: Panel) -> Any:
+        """Watch a run until it has ended or the cell is interrupted, which leaves the run alone; returns the run."""
         follow(followed, panel, choose_ui(self._shell), may_leave=True)
         if run.done:
             self.runs.leave_alone(None)
+        return run
 
 
 def _show_not_started(panel: Panel, is_drawn: bool) -> None:

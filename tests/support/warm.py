@@ -37,7 +37,7 @@ __all__ = ["context", "install", "without_servers"]
 ROOT = Path(__file__).resolve().parents[2]
 #: Start processes themselves.
 _STARTERS = (
-    "ipykernel_launcher", "jupyterlab", "pytest", "guava_nb", "tests.support.console", "tests.support.namespace_programs",
+    "ipykernel_launcher", "guava_nb.notebook.background.process", "jupyterlab", "pytest", "guava_nb", "tests.support.console", "tests.support.namespace_programs",
     "tests.support.script",
 )  # fmt: skip
 WARM_MODULES = (
