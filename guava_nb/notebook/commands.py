@@ -117,16 +117,11 @@ UP = Command(
         flag("--show-code", help="show the join code even when all workers are local"),
         flag(
             "--background",
-            help="run the session in a process beside this kernel: it goes on while the kernel is started anew or the page "
-            "is closed. It has cells marked %%%%guava_share, no other variable of this notebook. %%guava_up in the next kernel "
-            "finds it, %%guava_down ends it",
+            help="run the session in a process beside this kernel, which outlives the kernel: it has the cells "
+            "marked %%%%guava_share and nothing else of this notebook; %%guava_up in the next kernel finds it",
         ),
         option(
-            "--idle-limit",
-            metavar="TIME",
-            type=duration,
-            help="with --background: it saves what it trained and ends when no notebook was attached and no run went on for so "
-            "long (12h)",
+            "--idle-limit", metavar="TIME", type=duration, help="ends a --background that nobody needs (default: 12h)"
         ),
     ),
     "%guava_up --tunnel ngrok --workers 2",

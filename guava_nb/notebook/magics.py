@@ -19,7 +19,6 @@ from guava_nb.notebook.background.background import Background
 from guava_nb.notebook.completion import files, install_completion, loaders, names, remove_completion
 from guava_nb.notebook.display import choose_ui, say, show, show_png
 from guava_nb.notebook.doctor import doctor_report
-from guava_nb.notebook.following import Followed
 from guava_nb.notebook.formatters import ObjectViews, of_the_user
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.join_code import hand_over, say_grant
@@ -27,6 +26,7 @@ from guava_nb.notebook.line_options import Command
 from guava_nb.notebook.line_words import in_a_folder
 from guava_nb.notebook.notebook_session import NotebookSession
 from guava_nb.notebook.panel.blocking import Interrupted, follow_lines
+from guava_nb.notebook.panel.following import Followed
 from guava_nb.notebook.panel.panel import Panel, make_panel
 from guava_nb.notebook.settings import add_settings, remove_settings, settings_of
 from guava_nb.render import View, energy_view, forecast_view, runs_view

@@ -17,13 +17,13 @@ from IPython.core.error import UsageError
 from guava_nb.config import DistributedConfig
 from guava_nb.notebook.completion import complete_by_dir
 from guava_nb.notebook.display import ask_hidden, can_ask, choose_ui, say
-from guava_nb.notebook.following import Followed, Following, follow, show_code
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.join_code import cell_to_paste, reach_note
 from guava_nb.notebook.line_words import in_a_folder, near
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.mode import mode_arguments, mode_sentence
 from guava_nb.notebook.own_worker import OwnWorker
+from guava_nb.notebook.panel.following import Followed, Following, follow, show_code
 from guava_nb.notebook.panel.panel import Panel
 from guava_nb.notebook.px.remote_code import RemoteCode
 from guava_nb.notebook.results.runs import Runs

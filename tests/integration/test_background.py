@@ -99,7 +99,9 @@ def test_kernels_are_killed_and_the_run_goes_on(notebook: Notebook) -> None:
         wait() if moment is None else laptop.wait_for(moment)
         laptop = notebook.restarted()  # no page is left, and no kernel
         shown = laptop.run("%guava_up")
-        assert re.search(r"attached to its background session \(pid \d+, since .*run-\d is (preparing|training|done)", shown)
+        assert re.search(
+            r"attached to its background session \(pid \d+, since .*run-\d is (preparing|training|done)", shown
+        )
         laptop.run("run = %guava_status --follow")
         assert laptop.run(STATE) == undisturbed
 

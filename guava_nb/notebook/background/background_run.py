@@ -8,7 +8,7 @@ from typing import Any
 
 from guava_nb.notebook.background.connection import Busy, Connection
 from guava_nb.notebook.background.values import RunName
-from guava_nb.notebook.following import News
+from guava_nb.notebook.panel.following import News
 
 __all__ = ["BackgroundFollowed", "BackgroundRun"]
 

@@ -208,6 +208,9 @@ class _Request:
     def _interrupt(self) -> None:
         if not self._began:
             raise Interrupted("this cell waits no longer for the background session, which does not begin it any more")
+        if os.name == "nt":  # where the signal would end the process
+            say("An interrupt does not reach another process on Windows: %guava_stop in the next cell stops a run.")
+            return
         with contextlib.suppress(ProcessLookupError):  # then the next look says so
             os.kill(self._line.record.pid, signal.SIGINT)
 

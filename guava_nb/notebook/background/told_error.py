@@ -36,7 +36,8 @@ def told_error(told: dict[str, Any]) -> BaseException:
     if name == Interrupted.__name__:
         return Interrupted(text)
     homes = {"builtins": builtins, errors.__name__: errors}
-    kind = getattr(homes.get(told["module"]), name, BackgroundError)
+    found = getattr(homes.get(told["module"]), name, None)
+    kind = found if isinstance(found, type) and issubclass(found, BaseException) else BackgroundError
     error: BaseException = kind.__new__(kind)
     BaseException.__init__(error, text)
     if kind is BackgroundError:
