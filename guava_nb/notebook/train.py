@@ -12,7 +12,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from guava_nb.notebook.line_words import in_a_folder, no_variable, value_of
+from guava_nb.notebook.line_words import in_a_folder, is_background, no_variable, value_of
 from guava_nb.spec.hub_name import is_on_hub
 from guava_nb.spec.training_options import OptionInfo, option_infos
 
@@ -38,11 +38,9 @@ def resolve(expression: str, namespace: Mapping[str, Any], option: str) -> Any:
         raise UsageError(f"{option} {expression}: {no_variable(expression, namespace)}")
     try:
         return value_of(expression, namespace, f"<{option}>")
-    except NameError as error:
-        name = str(error.name)
-        told = no_variable(name, namespace) if name in expression else f"NameError: {error}"
-        raise UsageError(f"{option} {expression}: {told}") from None
     except Exception as error:
+        if isinstance(error, NameError) and is_background() and str(error.name) in expression:
+            raise UsageError(f"{option} {expression}: {no_variable(str(error.name), namespace)}") from None
         raise UsageError(f"{option} {expression}: {type(error).__name__}: {error}") from None
 
 
