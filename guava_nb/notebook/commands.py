@@ -121,7 +121,10 @@ UP = Command(
             "marked %%%%guava_share and nothing else of this notebook; %%guava_up in the next kernel finds it",
         ),
         option(
-            "--idle-limit", metavar="TIME", type=duration, help="ends a --background that nobody needs (default: 12h)"
+            "--idle-limit",
+            metavar="TIME",
+            type=duration,
+            help="--background ends itself after so long without notebook and run (12h)",
         ),
     ),
     "%guava_up --tunnel ngrok --workers 2",
