@@ -120,12 +120,7 @@ UP = Command(
             help="run the session in a process beside this kernel, which outlives the kernel: it has the cells "
             "marked %%%%guava_share and nothing else of this notebook; %%guava_up in the next kernel finds it",
         ),
-        option(
-            "--idle-limit",
-            metavar="TIME",
-            type=duration,
-            help="--background ends itself after so long without notebook and run (12h)",
-        ),
+        option("--idle-limit", metavar="TIME", type=duration, help="--background: end when unused for so long (12h)"),
     ),
     "%guava_up --tunnel ngrok --workers 2",
     code_to="connect",

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.background_kills [--kills 20] [--seed 0]
 
 Each kernel starts the run by %guava_train and is killed after a random time, from before the first step to after the last one.
-The next kernel attaches, waits for the end and takes the weights. Prints one JSON line for each kill: time, step and state that it
-found (an earlier run: it was killed before its line was read), and the largest difference of any weight.
+The next kernel attaches, waits for the end and takes the weights. Prints one JSON line for each kill: time, step and state that
+it found (an earlier run: it was killed before its line was read), and the largest difference of any weight.
 """
 
 from __future__ import annotations
