@@ -102,7 +102,7 @@ def _rebuilt(value: Any, run_of: Callable[[RunName], Any]) -> Any:
         return type(value)(_rebuilt(part, run_of) for part in parts)
     if isinstance(value, _Own):
         kind = _own_class(value.kind)
-        made = kind.__new__(kind)
+        made: Any = object.__new__(kind)
         vars(made).update({name: _rebuilt(part, run_of) for name, part in value.attributes.items()})
         return made
     return value
