@@ -74,7 +74,9 @@ class Background:
         if self._connection is None:
             self._find(name, wants_one, args)
         elif name == "guava_up" and args.idle_limit is not None:
-            say("The background session is open already, so --idle-limit did not change; %guava_down first, then %guava_up.")
+            say(
+                "The background session is open already, so --idle-limit did not change; %guava_down first, then %guava_up."
+            )
         return self._connection is not None
 
     def _find(self, name: str, wants_one: bool, args: argparse.Namespace) -> None:
