@@ -40,43 +40,6 @@ _STARTERS = (
     "ipykernel_launcher", "guava_nb.notebook.background.process", "jupyterlab", "pytest", "guava_nb", "tests.support.console",
     "tests.support.namespace_programs", "tests.support.script",
 )  # fmt: skip
-WARM_MODULES` only, also behind `ip netns exec NAME`; every other command starts as ever, and with GUAVA_TEST_COLD set all do.
-
-A warm process that starts others has a server of its own, forked before it has a thread: the workers of a kernel are warm,
-and below it. A script of a test's own is warm as `python -m tests.support.script FILE`.
-"""
-
-from __future__ import annotations
-
-import contextlib
-import ctypes
-import gc
-import json
-import multiprocessing
-import os
-import random
-import runpy
-import select
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
-
-import psutil
-
-__all__ = ["context", "install", "without_servers"]
-
-ROOT = Path(__file__).resolve().parents[2]
-#: Start processes themselves.
-_STARTERS = (
-    "ipykernel_launcher", "guava_nb.notebook.background.process", "jupyterlab", "pytest", "guava_nb", "tests.support.console", "tests.support.namespace_programs",
-    "tests.support.script",
-)  # fmt: skip
 WARM_MODULES = (
     *_STARTERS, "guava_nb.worker.process", "tests.faults.matrix.worker", "torch.distributed.run",
     "tests.conformance.torch_suite", "guava_nb.spec.changed_code",
