@@ -56,7 +56,7 @@ class Answers:
         self._is_busy = True
         try:
             question = read_value(path / QUESTION)
-            self._attached[question.pop("pid")] = question.pop("began")
+            self.attach(question.pop("pid"), question.pop("began"))
             try:
                 told = {"value": getattr(self, f"_{question.pop('ask')}")(**question)}
                 self._write(path, told)
@@ -66,6 +66,10 @@ class Answers:
         finally:
             self._is_busy = False
             self._needed_at = time.monotonic()
+
+    def attach(self, pid: int, began: float) -> None:
+        """Note the process of a notebook, see `began_at`: as long as it lives the session is needed."""
+        self._attached[pid] = began
 
     def unneeded_s(self) -> float:
         """Return for how many seconds no notebook was attached, no question was asked and no run went on."""

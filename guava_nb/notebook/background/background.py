@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from IPython.core.error import UsageError
 
 from guava_nb.config import DistributedConfig
@@ -23,6 +24,7 @@ from guava_nb.notebook.notebook_session import NotebookSession
 from guava_nb.notebook.panel.blocking import follow_lines
 from guava_nb.notebook.settings import settings_of
 from guava_nb.notebook.up import load_torch, session_file
+from guava_nb.tunnels.records import began_at
 
 if TYPE_CHECKING:
     from guava_nb.notebook.background.connection import Connection
@@ -240,10 +242,12 @@ def _started(path: Path, idle_limit_s: float) -> Record:
     environment = {name: value for name, value in os.environ.items() if name not in _TIES}
     if not DistributedConfig.load().session_file:
         environment["GUAVA_SESSION_FILE"] = str(session_file())
-    log, start = path.with_suffix(".background.log"), {"record": str(path), "idle_limit_s": idle_limit_s}
+    log = path.with_suffix(".background.log")
+    start: dict[str, Any] = {"record": str(path), "idle_limit_s": idle_limit_s}
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    words = [sys.executable, "-m", "guava_nb.notebook.background.process", json.dumps({**start, "path": sys.path})]
+    start |= {"path": sys.path, "starter": (os.getpid(), began_at(psutil.Process()))}
+    words = [sys.executable, "-m", "guava_nb.notebook.background.process", json.dumps(start)]
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as output:
         process = subprocess.Popen(
             words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True

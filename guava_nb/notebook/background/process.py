@@ -38,11 +38,13 @@ class Start:
         record: where the process is to be found.
         idle_limit_s: without a notebook and a run it ends after so long.
         path: where the notebook imports from.
+        starter: number and start of the notebook's process, which counts as attached from the beginning.
     """
 
     record: str
     idle_limit_s: float
     path: tuple[str, ...]
+    starter: tuple[int, float]
 
 
 def main() -> None:
@@ -61,6 +63,7 @@ def main() -> None:
     magics = app.shell.magics_manager.registry["GuavaMagics"]
     # A moment later: the answer has to leave first.
     magics.answers = Answers(app.shell, magics, lambda: app.io_loop.call_later(0.2, app.io_loop.stop))
+    magics.answers.attach(*start.starter)
     record = Record(os.getpid(), began_at(psutil.Process()), time.time(), str(connection))
     path = Path(start.record)
     path.unlink(missing_ok=True)
