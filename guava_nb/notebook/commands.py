@@ -11,6 +11,7 @@ from guava_nb.notebook.line_options import (
     Option,
     byte_size,
     choice,
+    duration,
     flag,
     integer,
     json_object,
@@ -114,6 +115,12 @@ UP = Command(
         ),
         flag("--no-tls", help="do not encrypt; only for a network that encrypts already"),
         flag("--show-code", help="show the join code even when all workers are local"),
+        flag(
+            "--background",
+            help="run the session in a process beside this kernel, which outlives the kernel: it has the cells "
+            "marked %%%%guava_share and nothing else of this notebook; %%guava_up in the next kernel finds it",
+        ),
+        option("--idle-limit", metavar="TIME", type=duration, help="--background: end when unused for so long (12h)"),
     ),
     "%guava_up --tunnel ngrok --workers 2",
     code_to="connect",
@@ -143,6 +150,10 @@ SHARE = Command(
             metavar="NAME",
             complete=("<cells>",),
             help="share a cell no longer, on a line of its own: %%guava_share --forget NAME",
+        ),
+        flag(
+            "--background",
+            help="for a background session (%%guava_up --background) and no worker: a cell that makes loaders",
         ),
     ),
     "%%guava_share --name model",

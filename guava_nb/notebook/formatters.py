@@ -40,6 +40,7 @@ _VIEWS: dict[tuple[str, str], Callable[[Any], View]] = {
     _FORECAST: forecast_view,
     ("guava_nb.telemetry.energy_record", "EnergyRecord"): energy_view,
     ("guava_nb.training.run", "Run"): _of_run,
+    ("guava_nb.notebook.background.background_run", "BackgroundRun"): _of_run,
     ("guava_nb.status", "Status"): session_view,
     ("guava_nb.processes.launcher", "WorkerHandle"): lambda handle: worker_view(handle.status()),
 }

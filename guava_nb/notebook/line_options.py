@@ -28,6 +28,7 @@ __all__ = [
     "Option",
     "byte_size",
     "choice",
+    "duration",
     "flag",
     "integer",
     "json_object",
@@ -281,6 +282,15 @@ def period(text: str) -> int | str:
         parse_seconds(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(f"{error}; or steps, like 500") from None
+    return text
+
+
+def duration(text: str) -> str:
+    """A type for times with their unit, such as 10min."""
+    try:
+        parse_seconds(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 

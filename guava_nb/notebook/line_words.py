@@ -17,7 +17,17 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-__all__ = ["expand", "in_a_folder", "near", "split_line", "take_code", "value_of"]
+__all__ = [
+    "expand",
+    "in_a_folder",
+    "is_background",
+    "near",
+    "no_variable",
+    "note_background",
+    "split_line",
+    "take_code",
+    "value_of",
+]
 
 _CODE = re.compile(r"guava\s*\d+\s*:", re.IGNORECASE)
 _MISSPELT = r"--[a-z][a-z-]{0,19}"
@@ -28,6 +38,30 @@ _VARIABLE = re.compile(
     rf"\$(?P<dollar>\$)|\{{(?P<plain>\{{{_NAME}\}})\}}|\{{(?P<braced>{_NAME})\}}|\$(?P<word>[^\W\d]\w*)"
     r"|\{(?P<expression>[^{}\s](?:[^{}]*[^{}\s])?)\}"
 )
+
+
+#: Whether this is the process of a background session, which has no variable of a notebook's kernel.
+_of_background: list[bool] = []
+
+
+def note_background() -> None:
+    """This is the process of a background session."""
+    _of_background.append(True)
+
+
+def is_background() -> bool:
+    """Whether this is the process of a background session."""
+    return bool(_of_background)
+
+
+def no_variable(name: str, names: Iterable[str]) -> str:
+    """The sentence on a variable that is not among these, with what to do."""
+    if not is_background():
+        return f"this notebook has no variable {name}{near(name, [one for one in names if not one.startswith('_')])}"
+    return (
+        f"the background session has no variable {name}: variables of a notebook stay in its kernel. Put %%guava_share "
+        "--background on top of the cell that makes it and run that cell; a loader may also be named as package.module:name"
+    )
 
 
 def near(word: str, names: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from guava_nb.export.blanks import to_be_filled_in
 from guava_nb.launchers import launcher_names
 from guava_nb.notebook import commands
+from guava_nb.notebook.background.background import Background
 from guava_nb.notebook.completion import files, install_completion, loaders, names, remove_completion
 from guava_nb.notebook.display import choose_ui, say, show, show_png
 from guava_nb.notebook.doctor import doctor_report
@@ -25,6 +26,7 @@ from guava_nb.notebook.line_options import Command
 from guava_nb.notebook.line_words import in_a_folder
 from guava_nb.notebook.notebook_session import NotebookSession
 from guava_nb.notebook.panel.blocking import Interrupted, follow_lines
+from guava_nb.notebook.panel.following import Followed
 from guava_nb.notebook.panel.panel import Panel, make_panel
 from guava_nb.notebook.settings import add_settings, remove_settings, settings_of
 from guava_nb.render import View, energy_view, forecast_view, runs_view
@@ -50,6 +52,8 @@ def _command(command: Command) -> Callable[[Callable[..., Any]], Callable[..., A
                 args = command.parse(line, self.shell.user_ns)
                 if args is None:
                     return say(command.help())
+                if self.background.takes(command.name, args):
+                    return self.background.magic(self, command.name, args, cell)
                 return method(self, args) if cell is None else method(self, args, cell)
             except Interrupted:
                 raise  # it has its sentence
@@ -71,6 +75,8 @@ class GuavaMagics(Magics):
     def __init__(self, shell: Any, session: NotebookSession | None = None) -> None:
         super().__init__(shell)
         self.session = session or NotebookSession(shell)
+        self.background = Background(shell, lambda: self.session)
+        self.answers: Any = None  # in the process of a background session: what is done for its notebooks
         self.objects = ObjectViews(shell)
 
     @line_magic
@@ -94,7 +100,7 @@ class GuavaMagics(Magics):
     @_command(commands.WORKER)
     def guava_worker(self, args: argparse.Namespace) -> None:
         """Say what joining grants, join, and show the worker; lead one that is here by its session's new code."""
-        panel, worker = self._panel(), self.session.worker
+        panel, worker = self.panel(), self.session.worker
         code = self.session.worker_code(args.code)
         if worker.lives:
             say(worker.follow(code))
@@ -112,12 +118,12 @@ class GuavaMagics(Magics):
         if args.forget is not None:
             say(self.session.forget(args.forget, alone=cell is None and args.name is None))
             return
-        if cell is None:
-            raise UsageError(
-                "%%guava_share stands with two percent signs on the first line of a cell, and shares what is below it: there is "
-                "nothing to share here"
+        name = self.session.share(args.name, cell, not args.background)
+        if args.background:
+            say(
+                f"Cell {name} ran here; no worker gets it. %guava_up --background has it run in the background session, too."
             )
-        name = self.session.share(args.name, cell)
+            return
         say(f"Cell {name} is shared{'' if self.session.is_open else ' as soon as %guava_up opens a session'}.")
         for sentence in self.session.cells.undefined(name):
             say(f"What uses it cannot train yet: {sentence}.")
@@ -137,7 +143,7 @@ class GuavaMagics(Magics):
     @_command(commands.RUN)
     def guava_run(self, args: argparse.Namespace, cell: str | None = None) -> None:
         """Run a program over the workers."""
-        self.session.code.run_program(args, cell, self._panel())
+        self.session.code.run_program(args, cell, self.panel())
 
     @line_magic
     @_command(commands.PUSH)
@@ -177,7 +183,7 @@ class GuavaMagics(Magics):
         """Train and return the run, or only show what it would send and receive, and return that."""
         if args.dry_run:
             return self._show_and_return(forecast_view, self.session.forecast(args))
-        run = self.session.train(args, self._panel(_OTHER_WAY))
+        run = self.session.train(args, self.panel(_OTHER_WAY))
         if not args.detach:
             self.objects.shown(run)
         return run
@@ -186,26 +192,25 @@ class GuavaMagics(Magics):
     @_command(commands.VALIDATE)
     def guava_validate(self, args: argparse.Namespace) -> Any:
         """Return loss, accuracy, samples and metrics."""
-        return self.session.validate(args, self._panel())
+        return self.session.validate(args, self.panel())
 
     @line_magic
     @_command(commands.PREDICT)
     def guava_predict(self, args: argparse.Namespace) -> Any:
         """Return the results."""
-        return self.session.predict(args, self._panel())
+        return self.session.predict(args, self.panel())
 
     @line_magic
     @_command(commands.STATUS)
-    def guava_status(self, args: argparse.Namespace) -> None:
-        """Show everything there is, or follow the run that goes on."""
+    def guava_status(self, args: argparse.Namespace) -> Any:
+        """Show everything there is, or follow the newest run and return it."""
         followed = self.session.newest_followed() if args.follow else None
         if followed is not None:
-            self.session.follow_run(followed, followed.run, self._panel(_AGAIN))
-            return
+            return self.followed(followed, followed.run)
         views = self.session.views()
         if not views:
             say("Nothing here yet: %guava_up opens a session, %guava_worker CODE joins one.")
-        self._show(*views)
+        return self._show(*views)
 
     @line_magic
     @_command(commands.RUNS)
@@ -298,12 +303,19 @@ class GuavaMagics(Magics):
             say(problem)
 
     def close(self) -> None:
-        """Close everything this notebook started; also called when the kernel ends."""
+        """Close everything this kernel started; also called when it ends. A background session goes on."""
+        self.background.leave()
         self.session.close()
 
-    def _panel(self, hint: str = "") -> Panel:
+    def panel(self, hint: str = "") -> Panel:
+        """A panel as this notebook wants it."""
         settings = settings_of(self.shell)
         return make_panel(choose_ui(self.shell), settings.picture, settings.smoothing, hint)
+
+    def followed(self, followed: Followed, run: Any) -> Any:
+        """Show a run until it has ended or the cell is interrupted; returns the run."""
+        self.objects.shown(self.session.follow_run(followed, run, self.panel(_AGAIN)))
+        return run
 
     def _show(self, *views: View) -> None:
         ui = choose_ui(self.shell)

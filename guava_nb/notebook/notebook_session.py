@@ -17,13 +17,13 @@ from IPython.core.error import UsageError
 from guava_nb.config import DistributedConfig
 from guava_nb.notebook.completion import complete_by_dir
 from guava_nb.notebook.display import ask_hidden, can_ask, choose_ui, say
-from guava_nb.notebook.following import Followed, Following, follow, show_code
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.join_code import cell_to_paste, reach_note
 from guava_nb.notebook.line_words import in_a_folder, near
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.mode import mode_arguments, mode_sentence
 from guava_nb.notebook.own_worker import OwnWorker
+from guava_nb.notebook.panel.following import Followed, Following, follow, show_code
 from guava_nb.notebook.panel.panel import Panel
 from guava_nb.notebook.px.remote_code import RemoteCode
 from guava_nb.notebook.results.runs import Runs
@@ -170,9 +170,21 @@ class NotebookSession:
         """Whether every worker that is here or expected was started here: then nobody needs the code."""
         return self._local is not None and self._local.are_all and not self._orchestrator.status().tunnel
 
-    def share(self, given_name: str | None, text: str) -> str:
-        """Run a cell here and share it; before %guava_up it waits for the session. Returns its name."""
-        return self.cells.share(given_name, text, self._orchestrator if self.is_open else None)
+    def share(self, given_name: str | None, text: str | None, with_workers: bool = True) -> str:
+        """Run a cell here and share it; before %guava_up it waits for the session. Returns its name.
+
+        Args:
+            with_workers: else it is for this process and a background session only.
+
+        Raises:
+            UsageError: there is no cell, or it failed here.
+        """
+        if text is None:
+            raise UsageError(
+                "%%guava_share stands with two percent signs on the first line of a cell, and shares what is below it: there is "
+                "nothing to share here"
+            )
+        return self.cells.share(given_name, text, self._orchestrator if self.is_open else None, with_workers)
 
     def forget(self, name: str, alone: bool) -> str:
         """Share a cell no longer, from the next run on; returns the sentence to say.
@@ -283,8 +295,8 @@ class NotebookSession:
         Raises:
             UsageError: nothing was trained in this session.
         """
-        run = self._need_session().run
-        if run is None:
+        self._need_session()
+        if (run := self.newest_run_or_none()) is None:
             raise UsageError(
                 "no run was started in this session yet: %guava_train starts one, and its energy is measured"
             )
@@ -323,7 +335,7 @@ class NotebookSession:
 
     def is_at_work(self) -> bool:
         """Whether a run goes on here, or this notebook's worker lives."""
-        run = self._orchestrator.run if self.is_open else None
+        run = self.newest_run_or_none()
         return (run is not None and not run.done) or self.worker.lives
 
     def worker_names(self) -> list[str]:
@@ -422,16 +434,20 @@ class NotebookSession:
         codes = self.new_codes()
         return lambda: show_code(codes(), choose_ui(self._shell))
 
+    def newest_run_or_none(self) -> Any:
+        """The newest run, also while it goes on; None where there is none."""
+        return self._orchestrator.run if self.is_open else None
+
     def newest_followed(self) -> Following | None:
         """What follows the newest run from now on; None where there was none here."""
-        has_run = self.is_open and self._orchestrator.run is not None
-        return Following(self._orchestrator, self.new_codes()) if has_run else None
+        return None if self.newest_run_or_none() is None else Following(self._orchestrator, self.new_codes())
 
-    def follow_run(self, followed: Followed, run: Any, panel: Panel) -> None:
-        """Watch a run until it has ended or the cell is interrupted, which leaves the run alone."""
+    def follow_run(self, followed: Followed, run: Any, panel: Panel) -> Any:
+        """Watch a run until it has ended or the cell is interrupted, which leaves the run alone; returns the run."""
         follow(followed, panel, choose_ui(self._shell), may_leave=True)
         if run.done:
             self.runs.leave_alone(None)
+        return run
 
 
 def _show_not_started(panel: Panel, is_drawn: bool) -> None:

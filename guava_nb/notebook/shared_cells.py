@@ -25,27 +25,43 @@ class SharedCells:
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
-        self._texts: dict[str, str] = {}
+        self._cells: dict[str, tuple[str, bool]] = {}
 
-    def share(self, given_name: str | None, text: str, orchestrator: Any) -> str:
+    @property
+    def _texts(self) -> dict[str, str]:
+        return {name: text for name, (text, with_workers) in self._cells.items() if with_workers}
+
+    def share(self, given_name: str | None, text: str, orchestrator: Any, with_workers: bool = True) -> str:
         """Run a cell here and share it; without a session it waits for one. Returns its name.
+
+        Args:
+            with_workers: else a background session gets it, and no worker.
 
         Raises:
             UsageError: the cell failed here.
             SourceError: the cell cannot run elsewhere; it did not run here either.
         """
         name = cell_name(given_name, self._shell, text)
-        check_syntax(name, text)
+        if with_workers:
+            check_syntax(name, text)
         result = self._shell.run_cell(text)
         if not result.success:
             error = result.error_before_exec or result.error_in_exec
             raise UsageError(
                 f"cell {name} is not shared: it failed here with {type(error).__name__}{_install_hint(error)}"
             )
-        if orchestrator is not None:
+        if orchestrator is not None and with_workers:
             orchestrator.share(text, name=name)
-        self._texts[name] = text
+        self._cells[name] = text, with_workers
         return name
+
+    def texts(self) -> dict[str, tuple[str, bool]]:
+        """Each cell's text by its name, and whether workers get it, too."""
+        return dict(self._cells)
+
+    def drop(self, name: str) -> None:
+        """Know a cell no longer; one that is not known is fine."""
+        self._cells.pop(name, None)
 
     def forget(self, name: str, orchestrator: Any) -> None:
         """Share a cell no longer, from the next run on.
@@ -53,14 +69,14 @@ class SharedCells:
         Raises:
             UsageError: no cell has this name.
         """
-        if name not in self._texts:
-            known = ", ".join(self._texts) or "none"
+        if name not in self._cells:
+            known = ", ".join(self._cells) or "none"
             raise UsageError(
-                f"--forget {name}: no shared cell is called so{near(name, self._texts) or '.'} Shared: {known}"
+                f"--forget {name}: no shared cell is called so{near(name, self._cells) or '.'} Shared: {known}"
             )
         if orchestrator is not None:
             orchestrator.unshare(name)
-        del self._texts[name]
+        self.drop(name)
 
     def share_all(self, orchestrator: Any) -> list[str]:
         """Share what was shared before the session opened; one that is refused must not keep the session from opening."""
@@ -74,7 +90,7 @@ class SharedCells:
 
     def names(self) -> list[str]:
         """How the shared cells are called."""
-        return list(self._texts)
+        return list(self._cells)
 
     def defined(self) -> list[str]:
         """What shared cells define, by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import keyword
 import re
 from collections.abc import Mapping
@@ -11,31 +12,43 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from guava_nb.notebook.line_words import in_a_folder, near, value_of
+from guava_nb.notebook.line_words import in_a_folder, is_background, no_variable, value_of
 from guava_nb.spec.hub_name import is_on_hub
 from guava_nb.spec.training_options import OptionInfo, option_infos
 
 __all__ = ["check_variable", "loaded_text", "metrics_argument", "resolve", "training_arguments"]
 
+_IMPORTABLE = re.compile(r"[^\W\d][\w.]*:[\w.]+")
 #: Names with commas between them.
 _NAMES = re.compile(r"[\w.:]+(\s*,\s*[\w.:]+)*")
 
 
 def resolve(expression: str, namespace: Mapping[str, Any], option: str) -> Any:
-    """The notebook's own value of an expression such as "loader" or "loaders['train']".
+    """The notebook's own value of an expression such as "loader" or "loaders['train']", or something importable.
+
+    A function that is imported for --data or --val is called: it makes the loader.
 
     Raises:
         UsageError: the notebook has no such variable, or the expression fails.
     """
+    if _IMPORTABLE.fullmatch(expression):
+        return _imported(expression, option)
     root = re.match(r"[^\W\d]\w*", expression)
     if root and root[0] == expression and expression not in namespace:
-        raise UsageError(
-            f"{option} {expression}: this notebook has no variable {expression}{near(expression, namespace)}"
-        )
+        raise UsageError(f"{option} {expression}: {no_variable(expression, namespace)}")
     try:
         return value_of(expression, namespace, f"<{option}>")
     except Exception as error:
+        if isinstance(error, NameError) and is_background() and str(error.name) in expression:
+            raise UsageError(f"{option} {expression}: {no_variable(str(error.name), namespace)}") from None
         raise UsageError(f"{option} {expression}: {type(error).__name__}: {error}") from None
+
+
+def _imported(name: str, option: str) -> Any:
+    from guava_nb.spec.cells import resolve as importable  # loads torch
+
+    found = importable(name, None)
+    return found() if option in ("--data", "--val") and inspect.isroutine(found) else found
 
 
 def check_variable(name: str | None, option: str) -> None:

@@ -69,7 +69,7 @@ def new_orchestrator(**settings: Any) -> Any:
         UsageError: torch is half loaded here.
         ConfigError: a setting is wrong.
     """
-    _load_torch()
+    load_torch()
     from guava_nb.orchestrator import Orchestrator
 
     config = DistributedConfig.load(**settings)
@@ -109,7 +109,7 @@ def start_worker(code: str, device: str, name: str | None) -> Any:
             try_way(JoinCode.decode(code), LinkOptions(connect_timeout_s=TRY_S), TRY_S)
     except (LinkBroken, AuthenticationError) as error:
         raise ClusterError(f"the worker did not join: {error}; %guava_doctor CODE says which step fails") from None
-    _load_torch()
+    load_torch()
     from guava_nb.worker.network_worker import start_worker as start
 
     return start(code, device=device, name=name, config=DistributedConfig.load())
@@ -120,7 +120,7 @@ def _check_whole() -> None:
         raise UsageError(problem)
 
 
-def _load_torch() -> None:
+def load_torch() -> None:
     """Load torch and what trains with it; an interrupt waits for the end of that, which takes some seconds."""
     _check_whole()
     with loading_without_collections():

@@ -37,8 +37,8 @@ __all__ = ["context", "install", "without_servers"]
 ROOT = Path(__file__).resolve().parents[2]
 #: Start processes themselves.
 _STARTERS = (
-    "ipykernel_launcher", "jupyterlab", "pytest", "guava_nb", "tests.support.console", "tests.support.namespace_programs",
-    "tests.support.script",
+    "ipykernel_launcher", "guava_nb.notebook.background.process", "jupyterlab", "pytest", "guava_nb", "tests.support.console",
+    "tests.support.namespace_programs", "tests.support.script",
 )  # fmt: skip
 WARM_MODULES = (
     *_STARTERS, "guava_nb.worker.process", "tests.faults.matrix.worker", "torch.distributed.run",

@@ -12,7 +12,7 @@ from IPython.core.error import UsageError
 
 from guava_nb.errors import ClusterError, ConfigError, SourceError
 from guava_nb.notebook.display import say
-from guava_nb.notebook.line_words import near
+from guava_nb.notebook.line_words import no_variable
 from guava_nb.notebook.panel.panel import Frame, Panel
 from guava_nb.notebook.train import check_variable
 from guava_nb.render import program_view
@@ -97,8 +97,7 @@ class RemoteCode:
         names = self._shell.user_ns
         for name in args.names:
             if name not in names:
-                known = [one for one in names if not one.startswith("_")]
-                raise UsageError(f"this notebook has no variable {name}{near(name, known)}")
+                raise UsageError(no_variable(name, names))
         workers = self._session().push({name: names[name] for name in args.names}, self._on(args), on_output=_say_lines)
         return f"{_are(args.names)} on {', '.join(workers)}. A worker that joins later has to be given them too."
 

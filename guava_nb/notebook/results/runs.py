@@ -9,6 +9,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from guava_nb.errors import ClusterError
 from guava_nb.notebook.display import say
 from guava_nb.notebook.line_words import in_a_folder, near
 from guava_nb.render import runs_csv
@@ -40,10 +41,15 @@ class Runs:
     def tell_end(self) -> None:
         """Say how such a run ended, once; called after each cell."""
         run = self._alone
-        if run is None or not run.done:
+        try:
+            if run is None or not run.done:
+                return
+            status = run.status()
+        except ClusterError as error:  # the process of its background session has ended
+            self._alone = None
+            say(f"{run.run_id} is not followed any more: {error}.")
             return
         self._alone = None
-        status = run.status()
         at = "" if status.ended_at is None else f" at {time.strftime('%H:%M:%S', time.localtime(status.ended_at))}"
         loss = "" if status.loss is None else f", loss {show_float(status.loss)}"
         why = f" ({status.message})" if status.message else ""
