@@ -111,6 +111,6 @@ class OutputLog:
 
 
 def _cut(line: str) -> str:
-    line = shown_text(line)
     more = len(line) - MAX_LINE
-    return line if more <= 0 else f"{line[:MAX_LINE]} [{more} characters more]"
+    shown = shown_text(line[:MAX_LINE])
+    return shown if more <= 0 else f"{shown} [{more} characters more]"

@@ -122,6 +122,9 @@ class TopK(WireFormat):
         """Return what `decode` does as a sparse tensor, `[numel]`, of the elements that were sent; errors as there.
 
         Adding it to a sum costs as much as it has elements, and so does keeping it until those before it have come.
+
+        Args:
+            message, numel, dtype: as for `decode`.
         """
         places, values = self.sent(message, numel, dtype)
         return torch.sparse_coo_tensor(places.unsqueeze(0), values, (numel,), is_coalesced=True, check_invariants=False)
@@ -133,7 +136,10 @@ class TopK(WireFormat):
     def sent(
         self, message: Any, numel: int, dtype: torch.dtype = torch.float32, device: Device = "cpu"
     ) -> tuple[Tensor, Tensor]:
-        """Return where the elements of a message lie, ascending, and their values; arguments and errors as of `decode`.
+        """Return where the elements of a message lie, ascending, and their values; errors as of `decode`.
+
+        Args:
+            message, numel, dtype, device: as for `decode`.
 
         Returns:
             Places, `[count]` of int64, and `[count]` of float32 or float64.

@@ -69,7 +69,11 @@ class WireFormat(ABC):
         return self._decode(raw, numel, dtype) if raw.numel() else torch.zeros(numel, dtype=dtype, device=device)
 
     def checked(self, message: Any, numel: int, dtype: torch.dtype, device: Device) -> Tensor:
-        """Return the bytes of a message whose length is right; arguments and errors as of `decode`."""
+        """Return the bytes of a message whose length is right, `[bytes]` of uint8; errors as of `decode`.
+
+        Args:
+            message, numel, dtype, device: as for `decode`.
+        """
         expected = self.encoded_bytes(numel, accumulation_dtype(dtype))
         if len(message) != expected:
             raise RemoteProtocolError(

@@ -105,7 +105,7 @@ def test_code_is_told_from_sentences() -> None:
 
 def test_messages_are_listed_from_all_rooms() -> None:
     rooms = {place.split("/")[1] for _, place in messages()}
-    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - rooms == set()
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - rooms == {"outer_methods"}  # it says nothing
     assert len(messages()) > 2000
     assert all(place.startswith("guava_nb/hub/") for _, place in messages("hub"))
 

@@ -13,8 +13,11 @@ from tests.support.messages import texts
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 #: A keyword argument and, in brackets, the word of a line that says the same.
 BOTH = re.compile(r"\b([a-z]\w*)=[^ (]* \(--([a-z][a-z0-9-]*)")
-#: Words of other programs: pip, tensorboard, torchrun, ray, docker, kubectl, srun and squeue.
-OTHERS = {"force-reinstall", "logdir", "nproc-per-node", "head", "ipc", "from-file", "kill-on-bad-exit", "user"}
+#: Words of other programs: pip, tensorboard, torchrun, ray, docker, kubectl, srun, squeue and ipykernel.
+OTHERS = {
+    *("force-reinstall", "logdir", "nproc-per-node", "head", "ipc", "from-file", "kill-on-bad-exit", "user", "ip"),
+    "transport",
+}
 #: Flags of modes, which settings have other words for.
 MODE = {"zero": "zero_stage", "schedule": "pipeline_schedule", "plan": "tensor_plan", "split": "pipeline_split"}
 

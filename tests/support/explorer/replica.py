@@ -36,7 +36,10 @@ def _layout(buckets: int) -> Any:
         buckets=(),
         digest=lambda: "",
         bucket=lambda number: SimpleNamespace(
-            present_bytes=1, not_finite=lambda tensor: [], check_form=lambda tensor, present: None
+            is_mean_of_senders=False,
+            present_bytes=1,
+            not_finite=lambda tensor: [],
+            check_form=lambda tensor, present: None,
         ),
     )
 
