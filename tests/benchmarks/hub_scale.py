@@ -39,7 +39,6 @@ HERE = Path(__file__).resolve().parents[2]
 WARM_UP_STEPS = 3
 STEPS_OF_A_SESSION = 5
 PATIENCE_S = 600.0
-MOST_IN_A_PROCESS = 250  # each has four threads, and thousands in one process mostly wait for each other
 
 
 # --------------------------------------------------------------------------------------- the process of the orchestrator
@@ -335,7 +334,8 @@ class Pair:
         environment = {**os.environ, "PYTHONPATH": str(tree)}
         hub = [*command, "--workers", str(workers), "--part", "serve"]
         self._hub = subprocess.Popen(hub, stdout=subprocess.PIPE, text=True, env=environment)
-        parts = [min(MOST_IN_A_PROCESS, workers - first) for first in range(0, workers, MOST_IN_A_PROCESS)]
+        most: int = arguments.in_a_process
+        parts = [min(most, workers - first) for first in range(0, workers, most)]
         self._workers = [
             subprocess.Popen(
                 [*command, "--workers", str(part), "--part", "simulate"],
@@ -418,6 +418,8 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=4.2, help="of the model's gradients")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
+    # Each has four threads, and thousands in one process mostly wait for each other.
+    parser.add_argument("--in-a-process", type=int, default=250, help="most simulated workers of one process")
     parser.add_argument("--outer", help="rounds of local steps with this outer method")
     parser.add_argument("--every", type=int, default=5, help="steps of a round")
     parser.add_argument("--churn", type=float, default=0.0, help="workers a minute that go, and as many that come")
