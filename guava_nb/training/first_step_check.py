@@ -161,7 +161,7 @@ class FirstStepCheck:
         self._idle, self._has_told_idle, self._has_told_change = "", False, False
         self._team: tuple[Sequence[int], int] | None = None  # with the generation of its group
         self._has_twin = False
-        self._weights: dict[str, Any] | None = None  # that are sent along
+        self._weights: dict[str, Any] | None = None  # with which the run began, where they are sent along
 
     def before(self, group: Sequence[LoadedBatch]) -> bool:
         """Check a step that is about to be issued, if nothing like it was checked before.
@@ -282,7 +282,7 @@ class FirstStepCheck:
     def _first(self, question: Question, rank: int) -> bool:
         replicas, data = self._members.replica_set, self._plan.feed.data_set
         self._has_twin = has_whole_twin(replicas)
-        self._weights = None
+        self._weights = weights_to_send(replicas)
         digest = digest_of(replicas, question.content, question.weights)
         verdict = known = found_before(replicas, digest, data)
         if verdict is None:
@@ -346,7 +346,6 @@ class FirstStepCheck:
 
     def _again(self, question: Question, rank: int) -> None:
         """Check another step. What is known already is not told again."""
-        self._weights = weights_to_send(self._members.replica_set)
         verdict = self._judge(question, rank)
         record, told = verdict.record, set(self._told)
         first = self._run.check or {}
@@ -383,10 +382,9 @@ class FirstStepCheck:
         replicas = self._members.replica_set
         if not _is_in_parts(replicas.spec):
             return ""
-        is_small = _has_small_model(replicas)
-        with_what = "of the last snapshot, or before it as the model is built" if is_small else "as the model is built"
+        begun = "with which the run began" if _has_small_model(replicas) else "as the model is built"
         return (
-            f", with the weights {with_what}, since no worker has all of the present ones: what couples samples only in "
+            f", with the weights {begun}, since no worker has all of the present ones: what couples samples only in "
             "a trained model (an early exit, a threshold) is found at once in data mode and with zero_stage=1 (--zero 1)"
         )
 

@@ -758,7 +758,13 @@ def test_runs_in_a_row_go_on_with_the_group_that_stands_in_one_mode_after_anothe
         session.orch.set_mode(mode, **{"path": "relay", **settings})
         for again in (False, True):
             fresh = mode == "data" and not again
-            run = session.train(loader(), 1, STILL, model="Still", criterion="CrossEntropyLoss", fresh=fresh)
+            options = {
+                "model": "Still",
+                "criterion": "CrossEntropyLoss",
+                "fresh": fresh,
+                "check": "off",
+            }  # it would fetch weights
+            run = session.train(loader(), 1, STILL, **options)
             for x, y in loader():
                 optimizer.zero_grad()
                 torch.nn.functional.cross_entropy(model(x), y).backward()

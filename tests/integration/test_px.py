@@ -100,7 +100,8 @@ def _values(kernel: Kernel) -> None:
     kernel.run("sent = large\n")
     kernel.run("got = %guava_pull large")
     assert kernel.run("got is large, len(got)").strip() == "(True, 2)"
-    assert kernel.run("total = %guava_pull total --rank 1\nprint(total[0])").splitlines()[-1] == "132.0"
+    kernel.run("%%guava_px --rank 1\nmine = 132.0")  # of the two, the one that joined second
+    assert kernel.run("mine = %guava_pull mine --rank 1\nprint(mine)").splitlines()[-1] == "132.0"
     assert kernel.run("[bool((large[name] == sent).all()) for name in large]").strip() == "[True, True]"
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from guava_nb.parallel.state.full_state import assemble
+from guava_nb.protocol.messages import ParallelSpec
 from tests.support.coupled import LOSSES, Case, plain, shared
 from tests.support.parity_group import GroupPool, backends, group_pool
+from tests.support.spread import whole_state
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def furthest(pool: GroupPool, backend: str, case: Case) -> float:
     for rank in ranks:
         assert rank["losses"] == pytest.approx(losses, abs=1e-12)
         assert rank["validated"] == pytest.approx(losses, abs=1e-12)  # before the step, of the same batch
-    ours = assemble(rank["pieces"] for rank in ranks)
+    ours = whole_state(ParallelSpec(dp=case.replicas, zero_stage=case.zero_stage), ranks)
     assert ours.keys() == state.keys()
     return max(float((ours[name] - state[name]).abs().max()) for name in state)
 

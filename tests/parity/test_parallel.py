@@ -12,10 +12,19 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from guava_nb.parallel.state.full_state import assemble, assemble_optimizer
 from guava_nb.protocol.messages import ParallelSpec
 from tests.support.parity_group import GroupPool, RankFailed, backends, group_pool
-from tests.support.spread import Scenario, buffers, error_before_a_forward, patience, plain, refusal, spread
+from tests.support.spread import (
+    Scenario,
+    buffers,
+    error_before_a_forward,
+    patience,
+    plain,
+    refusal,
+    spread,
+    whole_optimizer,
+    whole_state,
+)  # fmt: skip
 
 SPECS = {
     "data": ParallelSpec(dp=2),
@@ -69,9 +78,9 @@ def compare(case: Scenario, ranks: list[dict[str, Any]], tolerance: float) -> No
             assert max(abs(a - b) / b for a, b in zip(rank["norms"], norms, strict=True)) <= tolerance * 10
     if not case.double:
         return
-    state = assemble(rank["pieces"] for rank in ranks)
+    state = whole_state(case.spec, ranks)
     assert furthest(state, dict(model.state_dict())) <= tolerance
-    mine, theirs = assemble_optimizer([rank["optimizer"] for rank in ranks]), optimizer.state_dict()
+    mine, theirs = whole_optimizer(case.spec, ranks), optimizer.state_dict()
     assert sorted(mine["state"]) == sorted(theirs["state"])
     for number, values in theirs["state"].items():
         assert furthest(mine["state"][number], values) <= tolerance
@@ -170,10 +179,10 @@ def test_dropout_repeats_from_its_seed(pool: GroupPool, name: str) -> None:
     cases = [case, replace(case, spec=recomputing(case.spec)), *([case] if name != "hybrid zero 3" else [])]
     first, *others = [run(pool, "gloo", one) for one in cases]
     assert plain(case)[2] != first[0]["losses"]
-    state = assemble(rank["pieces"] for rank in first)
+    state = whole_state(case.spec, first)
     for ranks in others:
         assert ranks[0]["losses"] == first[0]["losses"]
-        assert furthest(state, assemble(rank["pieces"] for rank in ranks)) == 0.0
+        assert furthest(state, whole_state(case.spec, ranks)) == 0.0
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
@@ -298,7 +307,7 @@ def test_a_state_goes_on_in_any_other_mode(pool: GroupPool, groups: bool, route:
         case = replace(case, spec=SPECS[name], start=2 * number)
         ranks = run(pool, "gloo", case)
         seen += ranks[0]["losses"]
-        state, moments = assemble(r["pieces"] for r in ranks), assemble_optimizer([r["optimizer"] for r in ranks])
+        state, moments = whole_state(case.spec, ranks), whole_optimizer(case.spec, ranks)
         case = replace(case, model_state=state, optimizer_state=moments)
     assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) <= 1e-9
     assert furthest(state, dict(model.state_dict())) <= 1e-9

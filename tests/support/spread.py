@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from guava_nb.errors import ConfigError
 from guava_nb.parallel.loss_interface import Learning
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.parallelize import parallelize
+from guava_nb.parallel.state.full_state import assemble, assemble_optimizer
 from guava_nb.parallel.state.shard_layout import even_bounds
 from guava_nb.protocol.messages import ParallelSpec
 
@@ -282,6 +283,25 @@ def _step(case: Scenario, part: Any, axes: MeshAxes, step: int) -> tuple[float, 
     part.apply()
     part.drop_gradients()
     return loss_sum / count, norm
+
+
+def whole_state(spec: ParallelSpec, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Put ranks' pieces together; where each replica has a whole state, all of them have the same one."""
+    states = [assemble(rank["pieces"] for rank in replica) for replica in _replicas(spec, ranks)]
+    assert all(state.keys() == states[0].keys() for state in states)
+    assert all(torch.equal(value, states[0][name]) for state in states for name, value in state.items())
+    return states[0]
+
+
+def whole_optimizer(spec: ParallelSpec, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Put the pieces of the optimizer's state together, of the first replica that has all of it."""
+    return assemble_optimizer([rank["optimizer"] for rank in _replicas(spec, ranks)[0]])
+
+
+def _replicas(spec: ParallelSpec, ranks: Sequence[Mapping[str, Any]]) -> list[Sequence[Mapping[str, Any]]]:
+    """Group ranks by what has one whole state: a replica, or with ZeRO all together."""
+    span = len(ranks) if spec.zero_stage else spec.pp * spec.tp
+    return [ranks[first : first + span] for first in range(0, len(ranks), span)]
 
 
 # ------------------------------------------------------------------------------------------------------ special models

@@ -85,6 +85,9 @@ def notebook(
     monkeypatch.setattr(opening, "memory_here", lambda: Memory(1 << 40, 1 << 40))
     monkeypatch.delenv("GUAVA_JOIN_CODE", raising=False)
     monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
+    monkeypatch.setattr(
+        "guava_nb.tunnels.tokens._config_paths", list
+    )  # another test, or a developer, may have a token there
     unload(shell)
     shell.config.pop("Guava", None)  # what an earlier test chose by %config
     # IPython collects garbage here: with torch loaded that takes a quarter of a second, in each of hundreds of tests.
