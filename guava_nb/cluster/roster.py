@@ -98,7 +98,7 @@ class Roster:
 
         One who has the join code may join a million times.
         """
-        gone = sorted((m for m in self.members.values() if not m.alive), key=lambda m: (m.samples > 0, m.rank))
+        gone = sorted((m for m in self if not m.alive), key=lambda m: (m.samples > 0, m.rank))
         forgotten = [member.rank for member in gone[:-MOST_GONE]]
         for rank in forgotten:
             del self.members[rank]
@@ -112,7 +112,7 @@ class Roster:
         return member
 
     def _free_name(self, wanted: str) -> str:
-        taken = {m.name for m in self.members.values() if m.alive}
+        taken = {m.name for m in self if m.alive}
         if wanted not in taken:
             return wanted
         return next(name for k in range(2, len(taken) + 3) if (name := f"{wanted}-{k}") not in taken)
@@ -143,15 +143,15 @@ class Roster:
 
     def ready(self) -> list[int]:
         """Ranks that are connected, in order."""
-        return [m.rank for m in self.members.values() if m.state == "ready"]
+        return [m.rank for m in self if m.state == "ready"]
 
     def alive(self) -> list[int]:
         """Ranks whose seat is held, in order."""
-        return [m.rank for m in self.members.values() if m.alive]
+        return [m.rank for m in self if m.alive]
 
     def __iter__(self) -> Iterator[Member]:
-        """Iterate over all seats, oldest first."""
-        return iter(self.members.values())
+        """Iterate over all seats of this moment, oldest first: other threads may look while the dispatcher seats one."""
+        return iter(self.members.copy().values())
 
 
 def shortened(hello: Hello) -> Hello:

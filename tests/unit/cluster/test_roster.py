@@ -95,3 +95,18 @@ def test_what_comes_late_from_a_forgotten_seat_finds_a_member_that_is_gone() -> 
     late = roster.members[12]
     assert (late.state, late.alive, late.rank) == ("lost", False, 12)
     assert not roster.lose(12, "again") and list(roster) == []
+
+
+def test_seats_may_be_taken_and_forgotten_while_others_look() -> None:
+    """A job looks at all seats on its own thread, while the dispatcher seats a newcomer."""
+    roster = Roster()
+    ranks = [roster.join(hello()).rank for _ in range(MOST_GONE + 3)]
+    for rank in ranks:
+        roster.leave(rank, "")
+    looked = 0
+    for _ in roster:
+        looked += 1
+        if looked == 1:
+            assert roster.prune()
+        roster.join(hello())
+    assert looked == len(ranks)
