@@ -39,8 +39,13 @@ def private_temporary_folder(name: str) -> Path:
     return folder
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Put a file in place as a whole, readable by this user alone.
+def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Put a file in place as a whole, for this user alone.
+
+    Args:
+        path: its folder is there.
+        content: all of it.
+        mode: what this user may do with it; a program needs 0o700.
 
     Raises:
         OSError: it cannot be written; the one that was there is as it was.
@@ -49,6 +54,7 @@ def write_private(path: Path, content: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
+        os.chmod(name, mode)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import http.client
@@ -12,13 +11,13 @@ import platform
 import shutil
 import sys
 import tarfile
-import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from guava_nb.config.state_folder import write_private
 from guava_nb.errors import ConfigError
 
 __all__ = ["DOWNLOADS", "VERSION", "fetched_path", "find_cloudflared", "required_cloudflared"]
@@ -102,7 +101,9 @@ def required_cloudflared(what: str = "", tell: Callable[[str], object] = sys.std
                 f"what came from {url} ({len(content)} bytes) is not cloudflared {VERSION}: its SHA-256 is another one, so it "
                 f"was thrown away. A proxy or login page may be in between: use another network, or {_GET_ONE}"
             )
-        _put(_unpacked(content) if name.endswith(".tgz") else content, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # As a whole: a program that is half there is never found.
+        write_private(target, _unpacked(content) if name.endswith(".tgz") else content, 0o700)
     except (OSError, http.client.HTTPException, tarfile.TarError) as problem:
         raise ConfigError(f"cloudflared could not be fetched from {url} ({_reason(problem)}): {_GET_ONE}") from problem
     tell(f"Its SHA-256 is right; it took {time.monotonic() - began:.0f} s and stays at {target}\n")
@@ -143,21 +144,6 @@ def _unpacked(archive: bytes) -> bytes:
         if not file:
             raise OSError("the archive has no cloudflared in it")
         return file.read()
-
-
-def _put(program: bytes, target: Path) -> None:
-    """Write it beside its place first: a program that is half there is never found."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    number, beside = tempfile.mkstemp(dir=target.parent, prefix="fetching-")
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(program)
-        os.chmod(beside, 0o700)
-        os.replace(beside, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise
 
 
 def _reason(problem: Exception) -> str:
