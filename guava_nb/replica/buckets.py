@@ -255,7 +255,7 @@ class BucketWire:
         """
         if self._format_of(number) is None:
             return FlatTensor(dtype_name(flat.dtype), flat.numel()), tensor_bytes(flat)
-        message = self._feedback.message(number, flat)
+        message = self._feedback.encode(number, flat)
         if shard is not None and isinstance(self._format, TopK):
             step, index = shard
             self._own[step, index, number] = message

@@ -7,7 +7,6 @@ with an owner.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,19 +14,7 @@ from torch import Tensor
 from guava_nb.errors import LocalProtocolError
 from guava_nb.wire_formats.wire_format import WireFormat, accumulation_dtype
 
-__all__ = ["ErrorFeedback", "Sent"]
-
-
-class Sent(NamedTuple):
-    """One encoded tensor.
-
-    Attributes:
-        message: its bytes.
-        decoded: what every receiver reads in them, `[numel]` of float32 or float64.
-    """
-
-    message: memoryview
-    decoded: Tensor
+__all__ = ["ErrorFeedback"]
 
 
 class ErrorFeedback:
@@ -44,12 +31,7 @@ class ErrorFeedback:
         self._committed: dict[str, Tensor] = {}
         self._proposed: dict[str, Tensor] = {}
 
-    def encode(self, key: object, flat: Tensor) -> Sent:
-        """Return what `message` returns, and what is read in it."""
-        message, dtype = self.message(key, flat), accumulation_dtype(flat.dtype)
-        return Sent(message, self.wire_format.decode(message, flat.numel(), dtype, flat.device))
-
-    def message(self, key: object, flat: Tensor) -> memoryview:
+    def encode(self, key: object, flat: Tensor) -> memoryview:
         """Return the message of a flat tensor, `[numel]`, and of what is left of earlier ones of that key.
 
         Raises:

@@ -178,6 +178,11 @@ def cut(text: Tensor, begins: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------------------- the runs
 
 
+def _read(feedback: ErrorFeedback, number: int, flat: Tensor) -> Tensor:
+    """Return what every receiver reads in the message of a tensor, `[numel]`."""
+    return feedback.wire_format.decode(feedback.encode(number, flat), flat.numel(), flat.dtype, flat.device)
+
+
 class Runs:
     """All cases and seeds side by side: weights and Adam's moments `[cases, seeds, members, numel]`."""
 
@@ -234,7 +239,7 @@ class Runs:
         padded = functional.pad(each, (0, -self.numel % _CHUNK))
         if feedback.wire_format.is_exact:
             return padded
-        decoded = feedback.encode(number, padded.reshape(-1)).decoded
+        decoded = _read(feedback, number, padded.reshape(-1))
         feedback.commit()
         return decoded.view_as(padded)
 
@@ -242,7 +247,7 @@ class Runs:
         """Return what members read of the mean of what each sends, `[seeds, numel]` of `[seeds, members, numel]`."""
         mean = self._sent(number, each).mean(1)
         if not (self.cases[number].is_forwarded or self.hub[number].wire_format.is_exact):
-            mean = self.hub[number].encode(number, mean.reshape(-1)).decoded.view_as(mean)
+            mean = _read(self.hub[number], number, mean.reshape(-1)).view_as(mean)
             self.hub[number].commit()
         return mean[..., : self.numel]
 

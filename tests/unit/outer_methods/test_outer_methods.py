@@ -66,9 +66,9 @@ def ours(
         after = [nn.utils.parameters_to_vector(replica.parameters()) for replica in members.replicas]
         arrived = []
         for feedback, ended in zip(feedbacks, after, strict=True):
-            sent = feedback.encode("weights", pseudo_gradient(weights, ended))
+            way = pseudo_gradient(weights, ended)
+            arrived.append(method.wire_format.decode(feedback.encode("weights", way), way.numel(), way.dtype))
             feedback.commit()
-            arrived.append(sent.decoded)
         weights, buffer = method.step(weights, torch.stack(arrived).mean(0), buffer)
         nn.utils.vector_to_parameters(weights, members.model.parameters())
     return weights
