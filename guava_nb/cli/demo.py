@@ -36,6 +36,8 @@ class DemoOptions:
     """What to train and how.
 
     Attributes:
+        device: of the workers; "auto" gives GPUs to as many as there are. Starting CUDA and its libraries takes longer than
+            the whole training of this small model.
         shares: relative share of each worker; None shares equally.
         precision: "fp32" or "fp64".
         check: also train plain PyTorch and compare.
@@ -45,6 +47,7 @@ class DemoOptions:
     """
 
     workers: int = 2
+    device: str = "cpu"
     mode: str = "data"
     epochs: int = 10
     batch_size: int = 64
@@ -106,6 +109,11 @@ def add_command(commands: Any) -> None:
     )
     add = parser.add_argument
     add("--workers", type=int, metavar="N", help="worker processes (%(default)s)")
+    add(
+        "--device",
+        metavar="D",
+        help="of the workers: cpu, cuda:0, ..., or auto: GPUs while there are some (%(default)s)",
+    )
     add("--mode", help=f"way to share the work: {', '.join(MODES)} (%(default)s)")
     add("--epochs", type=int, metavar="E", help="passes (%(default)s)")
     add("--batch-size", type=int, metavar="B", help="images per step, all workers (%(default)s)")
@@ -185,7 +193,10 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
         import torch
 
         from guava_nb.orchestrator import Orchestrator
+        from guava_nb.telemetry.hardware import pick_device
 
+    if options.device != "auto":
+        pick_device(options.device)  # refuses one that is not here
     torch.set_num_threads(THREADS)
     train_loader, val_loader = make_loaders(options)
     print(
@@ -195,7 +206,7 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
     with Orchestrator(config) as orchestrator:
         axes: dict[str, Any] = {"dp": options.workers // 2, "pp": 2} if options.mode == "hybrid" else {}
         orchestrator.set_mode(options.mode, **axes)
-        orchestrator.launch_workers(options.workers, threads=THREADS)
+        orchestrator.launch_workers(options.workers, device=options.device, threads=THREADS)
         print(*orchestrator.status().notes, sep="\n", flush=True)
         # The first optimizer needs it, and it sets a variable of the environment: load it while the launched workers come.
         with loading_without_collections():

@@ -29,7 +29,7 @@ from guava_nb.replica.rounds.local_replica import whole_replica
 from guava_nb.spec.hub_name import is_on_hub
 from guava_nb.spec.training_options import OF_SESSION, Reference, TrainingOptions
 from guava_nb.sync.handover import fetch_between_runs, fetch_of_ended_process
-from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.sync.replica_set import ReplicaSet, begin_building
 from guava_nb.sync.resident_replica_set import ResidentReplicaSet, adopt, is_own
 from guava_nb.sync.state_at_workers import StateLate
 from guava_nb.training import checkpoint
@@ -280,13 +280,23 @@ class ReplicaSets:
         going_on = None if fresh else self._going_on(composed)
         if going_on is not None:
             return going_on
+        is_begun = self._begin_at_workers(composed.spec, options)
         replica_set = self._build(composed, options.weights)
+        replica_set.is_begun = is_begun
         if not fresh and last is not None:
             self._notices.add(from_last_run(replica_set, last, self.fetch), "run")
             replica_set.saved_step = None if replica_set.goes_on and not last.is_saved else -1
             if anew := begun_anew(replica_set, last, options.check == "strict"):
                 self._notices.add(anew, "run")
         return replica_set
+
+    def _begin_at_workers(self, spec: RunSpec, options: TrainingOptions) -> bool:
+        """Let workers build a run while it is built here, where they hold nothing of another; returns whether they do."""
+        is_first = self.trained is None and self._replaced is None and self._asked is None
+        if not is_first or options.weights is not None:
+            return False
+        begin_building(self._cluster(), self._past.next_id, spec, self._registry.cells)
+        return True
 
     def _going_on(self, composed: Composed) -> ReplicaSet | None:
         """Return replicas that begin with what workers hold of the last run; None where something is not what it was."""

@@ -10,6 +10,7 @@ import copy
 import importlib
 import inspect
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +41,7 @@ __all__ = [
     "follows_metric",
     "is_gated",
     "is_of_the_user",
+    "warm_device",
     "warm_up",
 ]
 
@@ -72,6 +74,18 @@ def warm_up() -> None:
     """
     with loading_without_collections():
         importlib.import_module("torch._dynamo")
+
+
+def warm_device(device: torch.device) -> None:
+    """Begin to start a GPU, and its library of matrix products, on a thread: that takes up to seconds of a first run."""
+
+    def start() -> None:
+        with contextlib.suppress(RuntimeError):  # no memory, a lost device: the first run says so
+            square = torch.ones(16, 16, device=device)
+            square @ square
+
+    if device.type != "cpu":
+        threading.Thread(target=start, name="guava-warm-device", daemon=True).start()
 
 
 def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]], resolve: Resolve) -> Optimizer:

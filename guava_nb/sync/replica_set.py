@@ -68,6 +68,7 @@ class ReplicaSet(StateAtWorkers):
         after: the run that this one goes on from at the workers, and its last step; None where it begins from the master.
         goes_on: it begins with the weights of the last run.
         from_seed: step 0 is what every machine builds from the record: workers that prove it by a digest are sent nothing.
+        is_begun: workers were told to build the run before its master was (`begin_building`), so they may have it.
         predecessor: the replicas of the run that this one goes on from, until they are taken over.
         gone_on_in: the run that took these over.
         on_disk: states that workers may read from their disks where no worker holds the run's.
@@ -90,7 +91,7 @@ class ReplicaSet(StateAtWorkers):
         self.checks: dict[bytes, Any] = {}
         self.code: CodeHere | None = None
         self.after: tuple[str, int] | None = None
-        self.from_seed = self.goes_on = False
+        self.from_seed = self.goes_on = self.is_begun = False
         self.predecessor: ReplicaSet | None = None
         self.saved_step: int | None = -1  # before the first one nothing was trained
         self._digest: str | None = None  # of the weights of step 0
@@ -181,7 +182,9 @@ class ReplicaSet(StateAtWorkers):
         self._keep = self._to_keep()
         wanted = self._proves and self.spec.parallel is None
         saved = tuple(state.number for state in self.on_disk.wanted)
-        order = Prepare(self.run_id, self.cells, self.spec, roster.generation, *self._keep, wanted, saved)
+        there = (self.run_id, -1) if self.is_begun and not self._keep[0] else self._keep
+        self.is_begun = False  # once: from here on they train it
+        order = Prepare(self.run_id, self.cells, self.spec, roster.generation, *there, wanted, saved)
         job.cluster.send_all(asked, order)
         if self._proves:
             self._own_digest()  # while they build
@@ -454,6 +457,17 @@ class ReplicaSet(StateAtWorkers):
     def _new(self, run_id: str, master: Replica) -> ReplicaSet:
         made: ReplicaSet = type(self)(run_id, self.spec, self.cells, master)  # type: ignore[call-arg]
         return made
+
+
+def begin_building(cluster: Cluster, run_id: str, spec: RunSpec, cells: Sequence[Cell]) -> None:
+    """Have workers build a run while its master is built here, and wait for none: `ReplicaSet.ask` asks them how it went.
+
+    A worker inside a user's process waits: it may be this one, and what a model draws at random is drawn from one stream.
+    """
+    roster = cluster.roster
+    roster.generation += 1
+    spawned = [rank for rank in roster.ready() if roster.members[rank].hello.program == "spawned"]
+    cluster.send_all(spawned, Prepare(run_id, tuple(cells), spec, roster.generation))
 
 
 def preparation_text(name: str, answer: Prepared) -> str:

@@ -247,6 +247,7 @@ class TrainingJob(Job):
     def _begin(self) -> None:
         self.run.begin()
         self.cluster.count_anew()
+        self.snapshots.there.expect(self.ready)
         try:
             self.membership.give_state(self.accounting.snapshot)
         except (NobodyLeft, GroupLost) as error:  # before the first step: those who are left may be enough

@@ -16,8 +16,10 @@ from torch import nn
 
 from guava_nb import Orchestrator
 from guava_nb.errors import ConfigError, WorkerLost
+from guava_nb.orchestrator import replica_sets
 from guava_nb.protocol.messages import Channel, FetchState, SchedulerStep, State, StepApplied, channel_of
 from guava_nb.training.run import Run
+from guava_nb.worker.preparation import Preparation
 from tests.support.direct import DirectWorker, once_after
 from tests.support.links import eventually
 from tests.support.session import direct_session, said
@@ -137,6 +139,32 @@ def test_runs_in_a_row_move_no_state_and_equal_one_process(session: Orchestrator
     assert more_out == 0 and more_in + in_bytes < WEIGHTS_BYTES, "only schedules came"
     assert difference(run.model(), plain(session, 3, bool(schedule))) <= 1e-9
     assert "goes on from the weights of the last run; --fresh" in said(session)
+
+
+def test_workers_build_a_first_run_while_it_is_built_here_and_once(
+    session: Orchestrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert session._cluster is not None
+    workers = len(session._cluster.roster.ready())
+    build, build_here, built = Preparation._replica, replica_sets.build_ensemble, list[object]()
+
+    def counted(preparation: Preparation, *args: Any) -> Any:
+        built.append(preparation)
+        return build(preparation, *args)
+
+    def after_the_workers(*args: Any) -> Any:
+        eventually(lambda: len(built) == workers, "the workers wait for the run to be built here")
+        return build_here(*args)
+
+    monkeypatch.setattr(Preparation, "_replica", counted)
+    with pytest.raises(ConfigError, match="no_such"):
+        train(session, optimizer_args={"no_such": 1})
+    eventually(lambda: len(built) == workers, "the workers were told of what was refused here")
+    built.clear()
+    monkeypatch.setattr(replica_sets, "build_ensemble", after_the_workers)
+    run = train(session)
+    assert len(built) == workers
+    assert state_bytes(session)[0] < WEIGHTS_BYTES and difference(run.model(), plain(session, 1)) <= 1e-9
 
 
 def test_weights_that_a_worker_builds_otherwise_are_sent(session: Orchestrator) -> None:

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from guava_nb import Orchestrator
-from tests.support.direct import DirectWorker, end_workers
+from guava_nb.orchestrator import replica_sets
+from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.training.initial_state import build_ensemble
+from tests.support.direct import RANDOM_STATE, DirectWorker, end_workers
+
+
+def _build_alone(*args: Any) -> ReplicaSet:
+    with RANDOM_STATE:  # of the workers, which build meanwhile
+        return build_ensemble(*args)
 
 
 def said(orchestrator: Orchestrator) -> str:
@@ -23,7 +32,8 @@ def direct_session(workers: int, **settings: Any) -> Iterator[Orchestrator]:
     started = [DirectWorker(cluster, f"w{k}").start() for k in range(workers)]
     cluster.wait_for(workers, 10)
     try:
-        yield orchestrator
+        with mock.patch.object(replica_sets, "build_ensemble", _build_alone):
+            yield orchestrator
     finally:
         cluster.close()
         end_workers(cluster)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import psutil
@@ -183,20 +183,32 @@ class SnapshotsAtWorker:
 
     def is_chosen(self) -> bool:
         """Whether snapshots stay at the worker: the line is too thin for exact ones, or the user wants it so."""
-        replica_set, spec = self._replica_set, self._replica_set.spec
+        holders = list(self._replica_set.at)
+        if not self._may_stay(holders):
+            return False
+        if self.is_forced or not self._is_long_at(_ASSUMED_BYTES_S):
+            return self.is_forced
+        return self._is_long_at(self._rate or self._measured(holders[0]) or _ASSUMED_BYTES_S)
+
+    def expect(self, ranks: Collection[int]) -> None:
+        """Have the line of these workers, who are about to build the run, measured meanwhile where the choice depends on it."""
+        if self._may_stay(ranks) and not self.is_forced and self._is_long_at(_ASSUMED_BYTES_S):
+            self._measured(*ranks)
+
+    def _is_long_at(self, rate_bytes_s: float) -> bool:
+        """Whether an exact state takes a line of this rate too long."""
+        return (self._exact_bytes or 3 * self._replica_set.master.weights_bytes) / rate_bytes_s > _EXACT_S
+
+    def _may_stay(self, holders: Collection[int]) -> bool:
+        """Whether snapshots of a run may stay with the workers that hold its state: with one, where nothing speaks against it."""
+        spec, members = self._replica_set.spec, self._job.cluster.roster.members
         by_time = self._plan.snapshot_every_steps is None and self._plan.budget is None
         is_wanted = self.is_forced or (by_time and self._plan.snapshot_place == "auto")
-        if self._refused or not is_wanted or not replica_set.elastic:
+        if self._refused or not is_wanted or not self._replica_set.elastic:
             return False
         if spec.parallel is not None or spec.rounds is not None or spec.optimizer_site != "workers":
             return False
-        holders = list(replica_set.at)
-        if len(holders) != 1 or self._job.cluster.roster.members[holders[0]].hello.own:
-            return False
-        nbytes = self._exact_bytes or 3 * replica_set.master.weights_bytes
-        if self.is_forced or nbytes / _ASSUMED_BYTES_S <= _EXACT_S:
-            return self.is_forced
-        return nbytes / (self._rate or self._measured(holders[0]) or _ASSUMED_BYTES_S) > _EXACT_S
+        return len(holders) == 1 and not any(members[rank].hello.own for rank in holders)
 
     def _measured(self, rank: int) -> float | None:
         """Return the rate of a worker's line up, in bytes a second; it is measured once, None until that has come."""

@@ -144,8 +144,8 @@ class PlainOrchestrator:
         self.calls.append(f"mode {mode}")
         self.config = self.config.replace(**mode_settings(mode, **axes))
 
-    def launch_workers(self, count: int, threads: int) -> None:
-        self.calls.append(f"launch {count} of {threads}")
+    def launch_workers(self, count: int, device: str, threads: int) -> None:
+        self.calls.append(f"launch {count} of {threads} on {device}")
 
     def status(self) -> Any:
         return types.SimpleNamespace(notes=["local-1 takes cuda:0, 3 threads"])
@@ -228,7 +228,7 @@ def test_run_demo_asks_the_orchestrator_for_the_right_things(
 ) -> None:
     report = run_demo(DemoOptions(workers=3, epochs=2, shares=(2, 1, 1), learning_rate=0.01, seed=5, tls=False))
     (made,) = plain_orchestrator.made
-    assert made.calls == ["open", "mode data", "launch 3 of 1", "wait 3", demo.MODEL, "close"]
+    assert made.calls == ["open", "mode data", "launch 3 of 1 on cpu", "wait 3", demo.MODEL, "close"]
     assert expected == [1] == [torch.get_num_threads()]
     assert made.arguments["shares"] == (2, 1, 1)
     assert (made.arguments["optimizer"], made.arguments["optimizer_args"]) == ("Adam", {"lr": 0.01})
@@ -236,6 +236,13 @@ def test_run_demo_asks_the_orchestrator_for_the_right_things(
     assert (config.num_workers, config.seed, config.precision, config.tls) == (3, 5, "fp32", False)
     assert (config.max_grad_norm, config.weight_decay) == (None, 0.0)
     assert report["parity"] is None
+
+
+def test_a_device_that_is_not_here_is_refused_before_a_worker_starts(
+    plain_orchestrator: type[PlainOrchestrator], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--device", "cuda:99"]) == 2
+    assert "device 'cuda:99' is not here" in capsys.readouterr().err and not plain_orchestrator.made
 
 
 def test_check_is_exact_against_the_same_loop(plain_orchestrator: type[PlainOrchestrator]) -> None:
