@@ -1,6 +1,6 @@
 """`python -m guava_nb` is the guava command."""
 
-from guava_nb.cli.main import main
+from guava_nb.cli.main import command
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(command())

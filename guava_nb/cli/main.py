@@ -6,6 +6,8 @@ Exit status: 0 done, 1 it failed, 2 the line or a setting is wrong (nothing was 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,7 +16,7 @@ from guava_nb.config.version import installed_version
 from guava_nb.errors import ConfigError, GuavaError
 from guava_nb.render.errors import error_text
 
-__all__ = ["build_parser", "main"]
+__all__ = ["build_parser", "command", "main"]
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -36,6 +38,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GuavaError as error:
         print(f"guava: {error_text(error)}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+
+
+def command() -> int:
+    """Run the command of this process; returns as `main`.
+
+    A demo's process ends here instead: all of it is closed, and to unload torch takes a second and a half. The other commands
+    end as usual, since a program of the user's may have something to do at its exit.
+    """
+    status = main()
+    if sys.argv[1:2] == ["demo"]:
+        with contextlib.suppress(OSError):  # who read its output has gone
+            sys.stdout.flush()
+        os._exit(status)
+    return status
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 from guava_nb.cli import demo, doctor
-from guava_nb.cli.main import build_parser, main
+from guava_nb.cli.main import build_parser, command, main
 from guava_nb.doctor import Check
 from guava_nb.errors import ConfigError, GuavaError, RemoteError, WorkerLost
 
@@ -82,6 +83,21 @@ def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as exit_:
         runpy.run_module("guava_nb", run_name="__main__")
     assert exit_.value.code == 1
+
+
+def test_a_demo_s_process_ends_at_once_and_another_command_s_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+
+    def fail(options: object) -> None:
+        raise ConfigError("it is wrong")
+
+    monkeypatch.setattr(demo, "run_demo", fail)
+    monkeypatch.setattr(sys, "argv", ["guava", "demo"])
+    assert command() == 2 and ended == [2]
+    monkeypatch.setattr(sys, "argv", ["guava", "doctor"])
+    monkeypatch.setattr(doctor, "run_checks", list)
+    assert command() == 0 and ended == [2]
 
 
 def test_help_needs_no_torch() -> None:
