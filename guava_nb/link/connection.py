@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from guava_nb.errors import GuavaError, JoinRefused, LinkBroken, LinkClosed, LinkTimeout, LocalProtocolError
 from guava_nb.link.adaptive_compression import Frame
-from guava_nb.link.lane import CONTROL, Lane
+from guava_nb.link.lane import CONTROL, TIMED_BYTES, Lane
 from guava_nb.link.options import LinkOptions
 from guava_nb.protocol.framing import CHUNK_BYTES, Arrived, Decoder, Incoming, OutgoingMessage
 from guava_nb.protocol.messages import Ack, Channel, Goodbye, Message, Ping, Pong, Refused
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 _INLINE_BYTES = 8 << 10  # what a stream that "can send now" takes without waiting
 _BATCH_BYTES = 64 << 10  # small frames are sent together up to here
-_TIMED_BYTES = 32 << 10  # messages from this size on tell the rate of the line
 _ROUND_TRIP_WEIGHT = 0.25
 _JOIN_S = 10.0
 _READ_OUT_S = 2.0  # for a reader that was woken; it may be telling an owner, who has to be quick
@@ -256,7 +255,7 @@ class Connection:
             fresh = self._lane.outbox.next_sendable(before=self._open[-1].channel if self._open else None)
             if fresh is not None:
                 if fresh.payload_bytes <= CHUNK_BYTES:
-                    if fresh.payload_bytes >= _TIMED_BYTES:
+                    if fresh.payload_bytes >= TIMED_BYTES:
                         self._lane.delivery.finished(
                             fresh.channel,
                             fresh.sequence,

@@ -18,9 +18,13 @@ from guava_nb.protocol.messages import CONTROL_CHANNELS, Ack, Channel, Goodbye
 from guava_nb.protocol.resume import Inbox, Outbox
 from guava_nb.transport.stream import Buffer
 
-__all__ = ["BULK", "CONTROL", "Lane", "Progress", "Wire", "lane_of"]
+__all__ = ["BULK", "CONTROL", "TIMED_BYTES", "Lane", "Progress", "Wire", "lane_of"]
 
 CONTROL, BULK = "control", "bulk"
+TIMED_BYTES = 32 << 10  # messages from this size on tell the rate of the line
+#: Seconds that acknowledgements of shorter ones may wait: each wakes the writer here and the reader there, which would be half of
+#: what a small question and its answer cost.
+_SHORT_DELAY_S = 0.25
 
 
 def lane_of(channel: Channel) -> str:
@@ -121,10 +125,13 @@ class Lane(Generic[C]):
             connection = self.connection
             if connection is None:
                 return  # the next connection repeats every acknowledgement
+            # A short message takes no room of the window to speak of, and its sender measures no rate by it.
+            delay_s = ack_delay_s if arrived.total_bytes >= TIMED_BYTES else max(ack_delay_s, _SHORT_DELAY_S)
+            due_at = time.monotonic() + delay_s
             if ack is not None:
                 batch = connection.claim(ack)
-            elif self.acks_due_at is None:
-                self.acks_due_at = time.monotonic() + ack_delay_s
+            elif self.acks_due_at is None or due_at < self.acks_due_at:
+                self.acks_due_at = due_at
                 connection.wake()
         if batch:
             connection.send_claimed(batch)

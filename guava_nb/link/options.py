@@ -33,7 +33,7 @@ class LinkOptions:
         max_unauthenticated: connections that may stand at a listener before they have proved anything.
         auth_timeout_s: for TLS, proof and `Attach` of a newcomer together.
         linger_s: how long `Session.close` waits until what was sent before has gone out and the peer has heard.
-        ack_delay_s: how long an acknowledgement may wait for company.
+        ack_delay_s: how long an acknowledgement may wait for company; of messages below 32 KiB a quarter second.
         rejoin_s: how long a worker whose session is over, and was not ended on purpose, tries to join again.
         compression: of payloads, where the peer reads it: "auto" where it was measured to pay, "on", or "off" both ways.
     """
