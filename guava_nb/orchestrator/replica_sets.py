@@ -280,7 +280,9 @@ class ReplicaSets:
         going_on = None if fresh else self._going_on(composed)
         if going_on is not None:
             return going_on
-        is_begun = self._begin_at_workers(composed.spec, options)
+        holds_nothing = self.trained is None and self._replaced is None and self._asked is None
+        if is_begun := holds_nothing and options.weights is None:
+            begin_building(self._cluster(), self._past.next_id, spec, self._registry.cells)
         replica_set = self._build(composed, options.weights)
         replica_set.is_begun = is_begun
         if not fresh and last is not None:
@@ -289,14 +291,6 @@ class ReplicaSets:
             if anew := begun_anew(replica_set, last, options.check == "strict"):
                 self._notices.add(anew, "run")
         return replica_set
-
-    def _begin_at_workers(self, spec: RunSpec, options: TrainingOptions) -> bool:
-        """Let workers build a run while it is built here, where they hold nothing of another; returns whether they do."""
-        is_first = self.trained is None and self._replaced is None and self._asked is None
-        if not is_first or options.weights is not None:
-            return False
-        begin_building(self._cluster(), self._past.next_id, spec, self._registry.cells)
-        return True
 
     def _going_on(self, composed: Composed) -> ReplicaSet | None:
         """Return replicas that begin with what workers hold of the last run; None where something is not what it was."""

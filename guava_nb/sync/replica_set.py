@@ -10,6 +10,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -44,7 +45,7 @@ from guava_nb.sync.parameter_hashes import check_equal
 from guava_nb.sync.state_at_workers import NOT_HERE, StateAtWorkers
 from guava_nb.sync.states_on_disk import StateOnDisk, StatesOnDisk
 
-__all__ = ["Given", "GroupLost", "ReplicaSet", "preparation_text"]
+__all__ = ["Given", "GroupLost", "ReplicaSet", "begin_building", "preparation_text"]
 
 #: A state, or what gives it.
 Given = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
@@ -94,7 +95,6 @@ class ReplicaSet(StateAtWorkers):
         self.from_seed = self.goes_on = self.is_begun = False
         self.predecessor: ReplicaSet | None = None
         self.saved_step: int | None = -1  # before the first one nothing was trained
-        self._digest: str | None = None  # of the weights of step 0
         self.registered: nn.Module | None = None
         self._told = set[str]()
         self._prepared: dict[int, Prepared] = {}
@@ -186,8 +186,7 @@ class ReplicaSet(StateAtWorkers):
         self.is_begun = False  # once: from here on they train it
         order = Prepare(self.run_id, self.cells, self.spec, roster.generation, *there, wanted, saved)
         job.cluster.send_all(asked, order)
-        if self._proves:
-            self._own_digest()  # while they build
+        _ = self._proves and self._own_digest  # while they build
         return asked
 
     def ask_ahead(self, job: Job, ranks: Iterable[int], timeout_s: float) -> set[int]:
@@ -320,17 +319,16 @@ class ReplicaSet(StateAtWorkers):
         """Whether workers can prove now that they have built the state."""
         return self.from_seed and self.step == -1
 
-    def _own_digest(self) -> str:
-        if self._digest is None:
-            self._digest = weights_digest(self.master.model)
-        return self._digest
+    @cached_property
+    def _own_digest(self) -> str:  # of the weights of step 0
+        return weights_digest(self.master.model)
 
     def _proof(self, rank: int) -> str:
         """Return the digest of the weights that a worker has built; "" where it gave none."""
         return self._prepared[rank].digest
 
     def _has_proved(self, rank: int) -> bool:
-        return self._proves and bool(self._own_digest()) and self._proof(rank) == self._own_digest()
+        return self._proves and bool(self._own_digest) and self._proof(rank) == self._own_digest
 
     # ------------------------------------------------------------------------------------------- who can take part
 
