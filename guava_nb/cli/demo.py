@@ -195,8 +195,7 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
         from guava_nb.orchestrator import Orchestrator
         from guava_nb.telemetry.hardware import pick_device
 
-    if options.device != "auto":
-        pick_device(options.device)  # refuses one that is not here
+    pick_device(options.device)  # refuses one that is not here
     torch.set_num_threads(THREADS)
     train_loader, val_loader = make_loaders(options)
     print(

@@ -41,7 +41,6 @@ __all__ = [
     "follows_metric",
     "is_gated",
     "is_of_the_user",
-    "warm_device",
     "warm_up",
 ]
 
@@ -67,25 +66,24 @@ _CLOSURE = (
 _FUNCTION_ARGUMENTS = ("lr_lambda", "scale_fn")
 
 
-def warm_up() -> None:
+def warm_up(device: torch.device | None = None) -> None:
     """Load what torch's optimizers load when the first of them is made: that takes up to two seconds of a first run.
 
     An interrupt waits for its end: modules of torch that were left half loaded fail in every later run of the process.
+
+    Args:
+        device: is started meanwhile, on a thread, where it is a GPU; its library of matrix products, too.
     """
-    with loading_without_collections():
-        importlib.import_module("torch._dynamo")
-
-
-def warm_device(device: torch.device) -> None:
-    """Begin to start a GPU, and its library of matrix products, on a thread: that takes up to seconds of a first run."""
 
     def start() -> None:
         with contextlib.suppress(RuntimeError):  # no memory, a lost device: the first run says so
             square = torch.ones(16, 16, device=device)
             square @ square
 
-    if device.type != "cpu":
+    if device is not None and device.type != "cpu":
         threading.Thread(target=start, name="guava-warm-device", daemon=True).start()
+    with loading_without_collections():
+        importlib.import_module("torch._dynamo")
 
 
 def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]], resolve: Resolve) -> Optimizer:

@@ -50,7 +50,7 @@ from guava_nb.protocol.messages import (
     SumBucket,
 )
 from guava_nb.replica.model.resident import ResidentParts
-from guava_nb.replica.optimizer import warm_device, warm_up
+from guava_nb.replica.optimizer import warm_up
 from guava_nb.row_cache.reader import Load, RowReader
 from guava_nb.telemetry.energy_reporter import EnergyReporter
 from guava_nb.worker.error_text import DeviceLost
@@ -256,8 +256,7 @@ class WorkerLoop:
                 self._session_id = message.session
                 self.keeper.open(message.session)
                 self._show("ready")
-                warm_device(self._device)
-                warm_up()
+                warm_up(self._device)
             case Prepare():
                 self._on_prepare(message)
             case AskData():

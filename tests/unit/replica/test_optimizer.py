@@ -20,7 +20,7 @@ from guava_nb.replica.optimizer import (
     _may_be_fused,
     build_optimizer,
     build_scheduler,
-    warm_device,
+    warm_up,
 )
 from guava_nb.replica.state_dict import copied, like, plain
 from tests.support.links import eventually
@@ -395,6 +395,6 @@ def test_a_gpu_is_started_on_a_thread_of_its_own_and_a_processor_is_not(monkeypa
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(torch, "ones", ones)
-    warm_device(torch.device("cpu"))
-    warm_device(torch.device("cuda:1"))
+    warm_up(torch.device("cpu"))
+    warm_up(torch.device("cuda:1"))
     eventually(lambda: started == [(torch.device("cuda:1"), "guava-warm-device")], "no GPU was started")
