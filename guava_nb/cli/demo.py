@@ -36,18 +36,17 @@ class DemoOptions:
     """What to train and how.
 
     Attributes:
-        device: of the workers; "auto" gives GPUs to as many as there are. Starting CUDA and its libraries takes longer than
-            the whole training of this small model.
         shares: relative share of each worker; None shares equally.
         precision: "fp32" or "fp64".
         check: also train plain PyTorch and compare.
         sync: "step", or "local" for rounds of `sync_every` local steps.
         outer: how the workers' ways of such a round become new weights.
         sync_delay: local steps that workers go on with while these travel.
+        device: of the workers; "auto" gives GPUs to as many as there are. To start CUDA and its libraries takes longer than the
+            training of this small model.
     """
 
     workers: int = 2
-    device: str = "cpu"
     mode: str = "data"
     epochs: int = 10
     batch_size: int = 64
@@ -62,6 +61,7 @@ class DemoOptions:
     sync_delay: int = 0
     report: Path | None = None
     tls: bool = True
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Refuse what the configuration cannot know of."""

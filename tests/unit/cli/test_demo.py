@@ -40,10 +40,21 @@ def fake_digits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_defaults_and_every_option(tmp_path: Path) -> None:
     assert options() == DemoOptions()
-    words = "--workers 3 --mode data --epochs 2 --batch-size 65 --shares 2,1,1 --lr 0.1 --seed 7 --check --no-tls"
+    words = "--workers 3 --mode data --epochs 2 --batch-size 65 --shares 2,1,1 --lr 0.1 --seed 7 --check --no-tls --device auto"
     given = options(*words.split(), "--report", str(tmp_path / "r.json"))
     assert given == DemoOptions(
-        3, "data", 2, 65, (2.0, 1.0, 1.0), 0.1, 7, "fp64", check=True, report=tmp_path / "r.json", tls=False
+        3,
+        "data",
+        2,
+        65,
+        (2.0, 1.0, 1.0),
+        0.1,
+        7,
+        "fp64",
+        check=True,
+        report=tmp_path / "r.json",
+        tls=False,
+        device="auto",
     )
     assert options("--check", "--precision", "fp32").precision == "fp32"
 
