@@ -32,6 +32,7 @@ _AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _RANDOM = re.compile(
     r"\.(alpha_|feature_alpha_)?dropout(1d|2d|3d)?\(|dropout_p=|\brand|random|bernoulli|multinomial|normal_\(|uniform_\(|augment|noise"
 )
+_HOOKED = re.compile(r"\.register_(hook|post_accumulate_grad_hook)\(")
 
 
 def program_text(
@@ -264,6 +265,15 @@ class _Program:
         if self.data.is_other_order:
             found.append(
                 "The run drew its order from a generator in the middle of its stream: this program shuffles otherwise."
+            )
+        if self.data.collates_parts:
+            found.append(
+                f"{self.facts.loader.collate} is called with each process's part of a batch: where it mixes samples, the "
+                "batches are others than in the run."
+            )
+        if any(_HOOKED.search(cell.text) for cell in facts.cells):
+            found.append(
+                "Hooks on a parameter's gradient get that of each process, and in the run that of the whole batch."
             )
         if self.spec.wire != "fp32":
             found.append(f"The run sent gradients as {self.spec.wire}; here they are exchanged in full.")

@@ -86,7 +86,7 @@ def _of_the_data(facts: ExportFacts) -> Iterator[str]:
     loader = facts.loader
     if facts.data is None and loader.record.look is None:
         yield "it has drawn no batch yet, so what its data is like is not known: export it after its first step"
-    if not loader.by_index and any(word in loader.reading for word in ("whole", "axis", "one per sample")):
+    if not loader.by_index and loader.cuts_otherwise:
         yield (
             f"its batches are cut in a way of their own ({loader.reading}), which no slice of rows says: let the collate "
             "function put the samples on the first axis of every part"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,18 @@ def rows(count):
 
 
 def as_dict(samples):
-    """Return a batch by names."""
-    return {"x": torch.stack([x for x, _ in samples]), "y": torch.stack([y for _, y in samples])}
+    """Return a batch by names, with its samples mixed."""
+    x = torch.stack([x for x, _ in samples])
+    return {"x": 0.7 * x + 0.3 * x.flip(0), "y": torch.stack([y for _, y in samples])}
+
+
+def as_lists(samples):
+    """Return a batch that no slice of rows cuts."""
+    return {"x": [x for x, _ in samples], "y": [y for _, y in samples]}
+
+
+def of_lists(model, batch):
+    return loss(model(torch.stack(batch["x"])), torch.stack(batch["y"]))
 '''
 ROWS = TensorDataset(torch.randn(10, 4), torch.arange(10) % 3)
 
@@ -143,6 +154,25 @@ def test_batches_by_name_and_a_shared_collate_function(session: Orchestrator, tm
     text = run.export(tmp_path / "train.py").read_text()
     assert "loss = shared_step(parallel, batch)" in text and "collate_fn=as_dict" in text
     assert "batch = {name: part.to(device) for name, part in batch.items()}" in text
+    epoch_data = runpy.run_path(str(tmp_path / "train.py"))["epoch_data"]
+    parts = [list(epoch_data(ROWS, list(range(9)), 1, replica, 2)) for replica in (0, 1)]
+    for ids, ((first, rows), (second, _)) in zip(([4, 5, 6, 7], [8]), zip(*parts, strict=True), strict=True):
+        whole = collate([ROWS[at] for at in ids])
+        assert rows == len(ids)
+        for name, part in whole.items():
+            assert torch.equal(torch.cat([first[name], second[name]])[:rows], part)
+
+
+def test_what_sees_a_part_in_the_program_and_the_whole_in_the_run_is_told(
+    session: Orchestrator, tmp_path: Path
+) -> None:
+    session.share("def watch(parameter):\n    parameter.register_hook(print)\n", "hooks")
+    collate = vars(session._models.shared())["as_lists"]
+    run = trained(session, DataLoader(ROWS, 4, collate_fn=collate), criterion=None, step="of_lists")
+    text = run.export(tmp_path / "train.py").read_text()
+    told = " ".join(text.split())
+    assert "as_lists is called with each process's part of a batch" in told and "batch_sampler=mine" in text
+    assert "Hooks on a parameter's gradient get that of each process" in told
 
 
 def test_data_that_workers_make_is_made_by_the_program_too(session: Orchestrator, tmp_path: Path) -> None:
