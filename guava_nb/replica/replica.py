@@ -59,6 +59,7 @@ class Replica(BaseReplica):
     Attributes:
         model: the module; a given one is trained in place.
         optimizer: over all parameters of the model.
+        hooked: the parameters on whose gradients the user has hooks.
     """
 
     optimizer: Optimizer
@@ -85,6 +86,7 @@ class Replica(BaseReplica):
         if spec.compile and model is None:
             compile_modules([self.model], device)
         self._hooks = GradientHooks(self.model)
+        self.hooked = self._hooks.names
         self.layout = build_layout(self.model, spec.bucket_bytes, message_format(spec)[0])
         self.wire = BucketWire(self.layout, *message_format(spec))
         self._use_optimizer(build_optimizer(spec.optimizer, self.model.named_parameters(), resolve))
