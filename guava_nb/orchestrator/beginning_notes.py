@@ -46,7 +46,7 @@ def notes_on(replica_set: ReplicaSet, plan: TrainingPlan, asked_precision: str |
         )
     if spec.max_grad_norm is not None:
         yield from _clipped_beside(replica_set.master.model, replica_set.master.optimizer)
-    if spec.rounds is None and (hooked := replica_set.master.hooked):
+    if spec.rounds is None and (hooked := replica_set.master.hooks.names):
         more = f" and {len(hooked) - _MOST_TOLD} more" if len(hooked) > _MOST_TOLD else ""
         yield (
             f"the gradient norm that is shown is that before the hooks on the gradients of {', '.join(hooked[:_MOST_TOLD])}"

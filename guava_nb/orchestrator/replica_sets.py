@@ -90,8 +90,7 @@ class ReplicaSets:
         # Replicas that are asked and not trained, and what they were made of.
         self._asked: tuple[ReplicaSet, object] | None = None
         self._asked_numbers = itertools.count(1)
-        # What `run.model()` gave, at which step, as long as the user holds it: the same call gives the same model.
-        self._given = weakref.WeakKeyDictionary[ReplicaSet, tuple[int, weakref.ref[torch.nn.Module]]]()
+        self._given = weakref.WeakKeyDictionary[ReplicaSet, tuple[int, weakref.ref[torch.nn.Module]]]()  # to users
 
     def forget(self) -> None:
         """The session was closed, and its workers are gone."""
@@ -159,10 +158,7 @@ class ReplicaSets:
         step, given = self._given.get(replica_set, (None, None))
         model = given() if given is not None and step == replica_set.step else None
         if model is None:
-            try:
-                model = _copy_of(replica_set.master.model)
-            except Exception:  # the user's class holds what cannot be copied, such as a lock
-                return replica_set.master.model
+            model = _for_the_user(replica_set.master.model)
             self._given[replica_set] = replica_set.step, weakref.ref(model)
         return model
 
@@ -488,6 +484,13 @@ def _like(replica_set: ReplicaSet) -> Replica:
     """Make a master like that of other replicas, with an optimizer that has done nothing yet."""
     master = replica_set.master
     return whole_replica(replica_set.spec, master.resolve, master.device, _copy_of(master.model))
+
+
+def _for_the_user(model: torch.nn.Module) -> torch.nn.Module:
+    try:
+        return _copy_of(model)
+    except Exception:  # the user's class holds what cannot be copied, such as a lock
+        return model
 
 
 def _copy_of(model: torch.nn.Module) -> torch.nn.Module:
