@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.data.loader_feed import LoaderFeed
@@ -106,7 +107,8 @@ def _asked(replica_set: ReplicaSet, loader: Any, total: int | None, wanted: Want
     """Return all that must be the same for rows of two calls to belong together, as plain data with names for people."""
     spec, model = replica_set.spec, replica_set.master.model
     digest = hashlib.sha256(msgspec.msgpack.encode((spec.model, replica_set.cells, spec.precision)))
-    digest.update(parameter_hash(model.state_dict().items()).encode())
+    tensors = [item for item in model.state_dict().items() if isinstance(item[1], Tensor)]
+    digest.update(parameter_hash(tensors).encode())
     return {
         "model and shared cells": digest.hexdigest(),
         "number of samples": total,

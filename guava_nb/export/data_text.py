@@ -41,6 +41,7 @@ class DataText:
     look: tuple[str, ...] = ()
     counted: str = ""
     cut: str = ""
+    collates_parts: bool = False
 
 
 def data_text(facts: ExportFacts, named: Callable[[str], str], place: str, data: Path | None) -> tuple[DataText, Any]:
@@ -61,7 +62,12 @@ def data_text(facts: ExportFacts, named: Callable[[str], str], place: str, data:
     if loader.by_index:
         of_workers = facts.data.collate if facts.data is not None else None
         collate = loader.collate if facts.data is None else of_workers.name if of_workers else ""
-        arguments = ["dataset", f"batch_sampler={'mine' if _has_replicas(facts) else 'batches'}"]
+        # A collate function of the user's may mix the samples of a batch (mixup), so it gets the whole one where rows can be cut.
+        is_own = bool(collate) and facts.data is None and _has_replicas(facts)
+        made.collates_parts = is_own and facts.loader.cuts_otherwise
+        if is_own and not made.collates_parts:
+            made.counted, made.cut = _cutting(record.look)
+        arguments = ["dataset", f"batch_sampler={'mine' if _has_replicas(facts) and not made.cut else 'batches'}"]
         arguments += [f"num_workers={loader.num_workers}"] if loader.num_workers else []
         arguments += [f"collate_fn={named(collate)}"] if collate else []
         made.loader = call("DataLoader", arguments, 13, 4)

@@ -71,6 +71,11 @@ class LoaderFacts:
         )
 
     @property
+    def cuts_otherwise(self) -> bool:
+        """Whether a slice of rows does not say how its batches are cut."""
+        return any(word in self.reading for word in ("whole", "axis", "one per sample"))
+
+    @property
     def reading(self) -> str:
         """How batches are read, as `TrainingOptions.batch` says it."""
         feed = self.feed()

@@ -32,6 +32,18 @@ _AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _RANDOM = re.compile(
     r"\.(alpha_|feature_alpha_)?dropout(1d|2d|3d)?\(|dropout_p=|\brand|random|bernoulli|multinomial|normal_\(|uniform_\(|augment|noise"
 )
+#: What in a cell sees one process's samples in the program, and what a run makes of it.
+_OF_PARTS = (
+    (
+        re.compile(r"\.register_(hook|post_accumulate_grad_hook)\("),
+        "Hooks on a parameter's gradient get that of each process, and in the run that of the whole batch.",
+    ),
+    (
+        re.compile(r"\.register_buffer\("),
+        "Buffers that a forward changes follow one process's samples, and in the run those of all; where the loss reads them, "
+        "it differs.",
+    ),
+)
 
 
 def program_text(
@@ -265,6 +277,12 @@ class _Program:
             found.append(
                 "The run drew its order from a generator in the middle of its stream: this program shuffles otherwise."
             )
+        if self.data.collates_parts:
+            found.append(
+                f"{self.facts.loader.collate} is called with each process's part of a batch: where it mixes samples, the "
+                "batches are others than in the run."
+            )
+        found += [told for one, told in _OF_PARTS if any(one.search(cell.text) for cell in facts.cells)]
         if self.spec.wire != "fp32":
             found.append(f"The run sent gradients as {self.spec.wire}; here they are exchanged in full.")
         if self.is_random and (self.shape.tp > 1 or self.shape.pp > 1):

@@ -23,7 +23,8 @@ def check_exportable(facts: ExportFacts, form: str) -> None:
     Raises:
         ConfigError: why, and what to do.
     """
-    for reason in (facts.refused, *_of_the_run(facts.spec), *_of_the_form(facts, form), *_of_the_data(facts)):
+    reasons = (*_of_the_run(facts.spec), *_of_the_optimizer(facts))
+    for reason in (facts.refused, *reasons, *_of_the_form(facts, form), *_of_the_data(facts)):
         if reason:
             raise ConfigError(f"{facts.run_id} cannot be exported: {reason}")
     _refuse_inner_use(facts.spec, facts.cells)
@@ -61,6 +62,16 @@ def _of_the_run(spec: RunSpec) -> Iterator[str]:
         yield "preprocess and augment see whole batches, and the stages of a pipeline see their ends only: let the data set do it"
 
 
+def _of_the_optimizer(facts: ExportFacts) -> Iterator[str]:
+    parallel = facts.spec.parallel
+    is_made_anew = parallel is not None and parallel.zero_stage == 1 and parallel.dp > 1
+    if is_made_anew and any(".register_step_p" in cell.text for cell in facts.cells):
+        yield (
+            "torch's ZeroRedundancyOptimizer makes the optimizer anew, without the hooks that a cell registers on its steps: "
+            "use data mode, or --zero 2"
+        )
+
+
 def _follows_validation(spec: RunSpec) -> bool:
     if spec.scheduler is None:
         return False
@@ -86,7 +97,7 @@ def _of_the_data(facts: ExportFacts) -> Iterator[str]:
     loader = facts.loader
     if facts.data is None and loader.record.look is None:
         yield "it has drawn no batch yet, so what its data is like is not known: export it after its first step"
-    if not loader.by_index and any(word in loader.reading for word in ("whole", "axis", "one per sample")):
+    if not loader.by_index and loader.cuts_otherwise:
         yield (
             f"its batches are cut in a way of their own ({loader.reading}), which no slice of rows says: let the collate "
             "function put the samples on the first axis of every part"

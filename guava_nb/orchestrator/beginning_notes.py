@@ -46,6 +46,12 @@ def notes_on(replica_set: ReplicaSet, plan: TrainingPlan, asked_precision: str |
         )
     if spec.max_grad_norm is not None:
         yield from _clipped_beside(replica_set.master.model, replica_set.master.optimizer)
+    if spec.rounds is None and (hooked := replica_set.master.hooks.names):
+        more = f" and {len(hooked) - _MOST_TOLD} more" if len(hooked) > _MOST_TOLD else ""
+        yield (
+            f"the gradient norm that is shown is that before the hooks on the gradients of {', '.join(hooked[:_MOST_TOLD])}"
+            f"{more}; what they return is what max_grad_norm clips and the optimizer takes"
+        )
     if spec.optimizer_site == "workers" and (found := changed_torch()):
         more = f" and {len(found) - _MOST_TOLD} more" if len(found) > _MOST_TOLD else ""
         yield (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ class ReplicaSets:
         # Replicas that are asked and not trained, and what they were made of.
         self._asked: tuple[ReplicaSet, object] | None = None
         self._asked_numbers = itertools.count(1)
+        self._given = weakref.WeakKeyDictionary[ReplicaSet, tuple[int, weakref.ref[torch.nn.Module]]]()  # to users
 
     def forget(self) -> None:
         """The session was closed, and its workers are gone."""
@@ -140,10 +142,10 @@ class ReplicaSets:
             ) from error
 
     def model_of(self, replica_set: ReplicaSet, job: TrainingJob | None = None) -> torch.nn.Module:
-        """Return the trained model; where it is here already, also after the session was closed.
+        """Return a copy of the trained model, the user's to change; where it is here already, also after the session was closed.
 
         Args:
-            job: of the newest run; while that trains these replicas, a copy is returned that does not change any more.
+            job: of the newest run; while that trains these replicas, each call makes another copy.
         """
         if job is not None and job.replica_set is replica_set and not job.run.done:
             copies: list[torch.nn.Module] = []
@@ -153,7 +155,12 @@ class ReplicaSets:
             self._restore(replica_set)
         if replica_set.master_step != replica_set.step:
             self.fetch(replica_set)
-        return replica_set.master.model
+        step, given = self._given.get(replica_set, (None, None))
+        model = given() if given is not None and step == replica_set.step else None
+        if model is None:
+            model = _for_the_user(replica_set.master.model)
+            self._given[replica_set] = replica_set.step, weakref.ref(model)
+        return model
 
     def _restore(self, replica_set: ReplicaSet) -> None:
         """Give replicas whose master another run took over a master of their own, of the copy of their state."""
@@ -481,6 +488,13 @@ def _like(replica_set: ReplicaSet) -> Replica:
     """Make a master like that of other replicas, with an optimizer that has done nothing yet."""
     master = replica_set.master
     return whole_replica(replica_set.spec, master.resolve, master.device, _copy_of(master.model))
+
+
+def _for_the_user(model: torch.nn.Module) -> torch.nn.Module:
+    try:
+        return _copy_of(model)
+    except Exception:  # the user's class holds what cannot be copied, such as a lock
+        return model
 
 
 def _copy_of(model: torch.nn.Module) -> torch.nn.Module:

@@ -91,6 +91,10 @@ def _classes(outputs: Any, rows: int, wanted: Wanted) -> Columns:
             f"{_form(outputs)}: {_RAW}"
         )
     classes = outputs.shape[1]
+    if classes == 1:
+        raise ConfigError(
+            f"the model returned {_form(outputs)}, one column, and of one class alone every sample is certain: {_RAW}"
+        )
     if not 1 <= wanted.top_k <= classes:
         raise ConfigError(f"top_k is {wanted.top_k} and the model has {classes} classes; give 1 to {classes}")
     scores = outputs if outputs.dtype == torch.float64 else outputs.float()

@@ -84,7 +84,7 @@ class Replica(BaseReplica):
         self.model = begin_training(place_model(built, spec, device))
         if spec.compile and model is None:
             compile_modules([self.model], device)
-        self._hooks = GradientHooks(self.model)
+        self.hooks = GradientHooks(self.model)
         self.layout = build_layout(self.model, spec.bucket_bytes, message_format(spec)[0])
         self.wire = BucketWire(self.layout, *message_format(spec))
         self._use_optimizer(build_optimizer(spec.optimizer, self.model.named_parameters(), resolve))
@@ -193,7 +193,7 @@ class Replica(BaseReplica):
     ) -> list[tuple[Loss, int]]:
         parts = [(part, rows) for part, rows in zip(work.parts, rows_of_parts(work), strict=True) if rows]
         if not work.is_cut:
-            self._hooks.check_accumulation(len(parts))
+            self.hooks.check_accumulation(len(parts))
         losses = []
         for number, (part, rows) in enumerate(parts):
             with clock.forward():
@@ -267,7 +267,7 @@ class Replica(BaseReplica):
             self._take_sums(sums, float(factor))
             # Before the optimizer: its hooks may read what the forward changed, and change it further.
             self._adopt_buffers(sums)
-        self._hooks.run()
+        self.hooks.run()
         if self._spec.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._spec.max_grad_norm)
         self.optimizer.step()
@@ -280,7 +280,7 @@ class Replica(BaseReplica):
         The optimizer must be able to leave a step out by itself, and nothing of the user's may run on it meanwhile.
         """
         return (
-            self._scaler is None and self._spec.tokens is None and not self._hooks and is_gated(self.optimizer)
+            self._scaler is None and self._spec.tokens is None and not self.hooks and is_gated(self.optimizer)
             and self.device.type != "mps"
         )  # fmt: skip
 
@@ -431,7 +431,7 @@ class Replica(BaseReplica):
         """Take the hooks off the model, drop gradients and uncommitted work; the model stays usable."""
         self.restore()
         self._exchange.remove_hooks()
-        self._hooks.put_back()
+        self.hooks.put_back()
 
     def _check_state(self) -> None:
         """Find out now, not at the first checkpoint, that a state cannot be saved."""

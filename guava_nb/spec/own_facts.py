@@ -344,7 +344,8 @@ def _numbers(value: Tensor | np.ndarray) -> str:
 
 def _weights(module: nn.Module) -> str:
     """Describe a module by the beginnings of its parameters and buffers; "" where they cannot be read without a wait."""
-    found = [_numbers(value.detach().reshape(-1)[:_MOST_OF_MODULE]) for value in module.state_dict().values()]
+    tensors = [value for value in module.state_dict().values() if isinstance(value, Tensor)]
+    found = [_numbers(value.detach().reshape(-1)[:_MOST_OF_MODULE]) for value in tensors]
     digest = hashlib.blake2b("".join(found).encode(), digest_size=6).hexdigest()
     return f"{type(module).__name__} with digest {digest}" if found and all(found) else ""
 

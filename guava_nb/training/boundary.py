@@ -174,16 +174,23 @@ class Boundary:
         do = partial(self.call_with_state, call)
         self.calls.ask_after(lambda: replica_set.step >= step, do).add_done_callback(tell)
 
-    def end_epoch(self) -> None:
-        """Validate if that is due after each epoch, or was due anyway."""
-        self._validate_if(self.plan.val_feed is not None and (self.plan.val_interval is None or "validate" in self.due))
+    def end_epoch(self, is_whole: bool = True) -> None:
+        """Validate if that is due after each epoch, or was due anyway.
 
-    def _validate_if(self, due: bool) -> None:
+        Args:
+            is_whole: the epoch was trained to its end; else the run ends in it. No schedule counts the validation that this alone
+                brings, since a run that goes on from its checkpoint has the one after the whole epoch.
+        """
+        was_due = "validate" in self.due
+        is_due = self.plan.val_feed is not None and (self.plan.val_interval is None or was_due)
+        self._validate_if(is_due, ticks=is_whole or was_due)
+
+    def _validate_if(self, due: bool, ticks: bool = True) -> None:
         if due:
-            self._validate()
+            self._validate(ticks)
             self.due.discard("validate")
 
-    def _validate(self) -> None:
+    def _validate(self, ticks: bool) -> None:
         assert self.plan.val_feed is not None
         self.run.move("validating")
         question = self.plan.validation()
@@ -197,7 +204,8 @@ class Boundary:
         record = {"step": self.accounting.steps, **result.record()}
         self.run.add_validation(record)
         self.run.move("training")
-        self.tick("validation", record)
+        if ticks:
+            self.tick("validation", record)
         self._note_best()
         self.accounting.call("on_validation", record)
         steps, total = self.accounting.steps - self.accounting.first_step, self.run.total_steps

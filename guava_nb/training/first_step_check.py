@@ -121,8 +121,7 @@ def has_whole_twin(replicas: ReplicaSet) -> bool:
 
 
 def _has_small_model(replicas: ReplicaSet) -> bool:
-    nbytes: int = sum(value.nbytes for value in replicas.master.model.state_dict().values())
-    return nbytes <= _MOST_WEIGHTS_BYTES
+    return replicas.master.model_bytes <= _MOST_WEIGHTS_BYTES
 
 
 def weights_to_send(replicas: ReplicaSet) -> dict[str, Any] | None:

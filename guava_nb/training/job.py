@@ -278,7 +278,7 @@ class TrainingJob(Job):
             if self._train_epoch(epoch):
                 self._end_epoch(epoch)
             else:
-                self._boundary.end_epoch()
+                self._boundary.end_epoch(is_whole=False)
         finally:
             self._in_epoch = False
 

@@ -225,7 +225,10 @@ class Run:
             )
 
     def model(self) -> torch.nn.Module:
-        """Return the model with the weights of the last committed step, on the CPU.
+        """Return a model of yours with the weights of the last committed step, on the CPU.
+
+        What you do to it changes neither what is saved nor what a further run goes on from. While you hold it, the next call
+        after the end of the run returns the same one.
 
         Raises:
             WorkerLost: the workers that hold these weights are gone.

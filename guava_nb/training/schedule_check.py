@@ -109,13 +109,11 @@ def _check_metric(name: str, scheduler: Any, spec: RunSpec, plan: TrainingPlan) 
 
 def _ticks(interval: str, plan: TrainingPlan, step: int) -> int | None:
     """How often the schedule advances from here on; None: that cannot be known."""
-    steps, epochs = plan.steps_left(step), plan.num_epochs - plan.start.epoch
+    steps = plan.steps_left(step)
     if interval == "step":
         return steps
-    if interval == "epoch":
+    if interval == "epoch" or plan.val_interval is None:
         return plan.epoch_ends_left()
-    if plan.val_interval is None:
-        return epochs if plan.max_steps is None or steps is not None else None
     return None if steps is None else steps // plan.val_interval
 
 

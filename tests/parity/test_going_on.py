@@ -27,6 +27,7 @@ from tests.support.training import difference, loader
 
 CELL = """
 import os
+import threading
 import torch
 from torch import nn
 
@@ -37,6 +38,11 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.last(torch.tanh(self.norm(self.first(x))))
+
+class Locked(Net):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
 
 def Unlike():
     net = Net()
@@ -167,6 +173,13 @@ def test_workers_build_a_first_run_while_it_is_built_here_and_once(
     assert state_bytes(session)[0] < WEIGHTS_BYTES and difference(run.model(), plain(session, 1)) <= 1e-9
 
 
+def test_a_model_that_cannot_be_copied_is_given_itself(lone: Orchestrator) -> None:
+    lone.register_model("Locked")
+    joined(lone, "w0")
+    run = train(lone)
+    assert run.model() is run.model() and hasattr(run.model(), "lock")
+
+
 def test_weights_that_a_worker_builds_otherwise_are_sent(session: Orchestrator) -> None:
     session.register_model("Unlike")
     run = train(session, optimizer_args={"lr": 0.0}, optimizer="SGD")
@@ -180,6 +193,20 @@ def test_a_model_that_was_given_stays_as_it_was(session: Orchestrator) -> None:
     second = train(session)
     assert first.model() is model and difference(model, plain(session, 1)) <= 1e-9
     assert difference(second.model(), plain(session, 2)) <= 1e-9
+
+
+def test_what_is_done_to_a_model_that_was_given_reaches_neither_checkpoint_nor_training(
+    session: Orchestrator, tmp_path: Path
+) -> None:
+    given = train(session).model().half()
+    given.last = nn.Linear(64, 2)
+    saved = torch.load(session.save_checkpoint(tmp_path / "saved.pt"), weights_only=True)["model"]
+    wanted = plain(session, 1).state_dict()
+    assert saved.keys() == wanted.keys() and all(
+        torch.allclose(saved[name], wanted[name], atol=1e-9) for name in wanted
+    )
+    run = train(session)
+    assert difference(run.model(), plain(session, 2)) <= 1e-9
 
 
 def test_an_earlier_run_s_model_comes_of_its_copy_or_is_said_to_be_gone(session: Orchestrator) -> None:

@@ -108,6 +108,23 @@ def test_a_plateau_follows_what_it_names(
     assert len(run.validations) == len(rates)
 
 
+@pytest.mark.parametrize(("every", "ticks"), [(None, 1), (5, 1), (4, 1), (2, 2)])
+def test_only_validations_that_are_due_are_ticks_of_a_schedule_where_a_run_ends_in_mid_epoch(
+    cluster: Cluster, every: int | None, ticks: int
+) -> None:
+    run_spec = spec(optimizer=SGD, scheduler=Factory("StepLR", {"step_size": 1}), scheduler_interval="validation")
+    DirectWorker(cluster, "w0").start()
+    cluster.wait_for(1, 10)
+    plan = plan_for(loader(), max_steps=len(loader()) + 1, val_interval=every)
+    plan.val_feed = plan_for(loader()).feed
+    job = job_for(cluster, run_spec, plan)
+    job.start()
+    assert job.run.wait(60), job.run
+    job.run.result()
+    assert job.replica_set.master.scheduler.last_epoch == ticks
+    assert job.run.validations[-1]["step"] == (5 if every in (None, 5) else 4)
+
+
 @pytest.mark.parametrize("site", ["workers", "orchestrator"])
 @pytest.mark.parametrize(
     ("name", "args"),

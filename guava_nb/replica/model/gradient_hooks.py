@@ -73,6 +73,11 @@ class GradientHooks:
         """How many parameters have hooks."""
         return len(self._hooked)
 
+    @property
+    def names(self) -> list[str]:
+        """The parameters that have hooks."""
+        return list(self._hooked)
+
     @torch.no_grad()
     def run(self) -> None:
         """Call the hooks of each parameter that has a gradient, the last parameter first, as backward would."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import runpy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from guava_nb import Orchestrator, WorkerData
 from guava_nb.errors import ConfigError
 from guava_nb.export.blanks import to_be_filled_in
+from guava_nb.export.facts import ExportFacts
+from guava_nb.export.refusals import check_exportable
+from guava_nb.protocol.messages import Cell, ParallelSpec
 from guava_nb.training.run import Run
 from tests.support.session import direct_session
+from tests.support.training import spec as run_spec
 
 CELL = '''
 import torch
@@ -55,8 +62,18 @@ def rows(count):
 
 
 def as_dict(samples):
-    """Return a batch by names."""
-    return {"x": torch.stack([x for x, _ in samples]), "y": torch.stack([y for _, y in samples])}
+    """Return a batch by names, with its samples mixed."""
+    x = torch.stack([x for x, _ in samples])
+    return {"x": 0.7 * x + 0.3 * x.flip(0), "y": torch.stack([y for _, y in samples])}
+
+
+def as_lists(samples):
+    """Return a batch that no slice of rows cuts."""
+    return {"x": [x for x, _ in samples], "y": [y for _, y in samples]}
+
+
+def of_lists(model, batch):
+    return loss(model(torch.stack(batch["x"])), torch.stack(batch["y"]))
 '''
 ROWS = TensorDataset(torch.randn(10, 4), torch.arange(10) % 3)
 
@@ -127,6 +144,16 @@ def test_what_no_program_can_do_is_refused_before_a_file_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("stage", "is_refused"), [(1, True), (2, False)])
+def test_hooks_on_the_steps_of_an_optimizer_that_torch_makes_anew_are_refused(stage: int, is_refused: bool) -> None:
+    spec = run_spec(parallel=ParallelSpec(mode="zero", dp=2, zero_stage=stage))
+    cells = [Cell("cell", "def sgd(named):\n    made.register_step_post_hook(clamp)\n")]
+    loader: Any = SimpleNamespace(record=SimpleNamespace(look=("float32", (4,))), by_index=True)
+    facts = ExportFacts("run-1", spec, cells, 2, True, 1, None, 1, loader)
+    with pytest.raises(ConfigError, match="without the hooks") if is_refused else nullcontext():
+        check_exportable(facts, "torch")
+
+
 def test_names_of_the_users_that_the_program_has_variables_for_get_a_second_name(
     session: Orchestrator, tmp_path: Path
 ) -> None:
@@ -143,6 +170,27 @@ def test_batches_by_name_and_a_shared_collate_function(session: Orchestrator, tm
     text = run.export(tmp_path / "train.py").read_text()
     assert "loss = shared_step(parallel, batch)" in text and "collate_fn=as_dict" in text
     assert "batch = {name: part.to(device) for name, part in batch.items()}" in text
+    epoch_data = runpy.run_path(str(tmp_path / "train.py"))["epoch_data"]
+    parts = [list(epoch_data(ROWS, list(range(9)), 1, replica, 2)) for replica in (0, 1)]
+    for ids, ((first, rows), (second, _)) in zip(([4, 5, 6, 7], [8]), zip(*parts, strict=True), strict=True):
+        whole = collate([ROWS[at] for at in ids])
+        assert rows == len(ids)
+        for name, part in whole.items():
+            assert torch.equal(torch.cat([first[name], second[name]])[:rows], part)
+
+
+def test_what_sees_a_part_in_the_program_and_the_whole_in_the_run_is_told(
+    session: Orchestrator, tmp_path: Path
+) -> None:
+    session.share("def watch(net):\n    net.weight.register_hook(print)\n    net.register_buffer('n', None)\n", "hooks")
+    collate = vars(session._models.shared())["as_lists"]
+    run = trained(session, DataLoader(ROWS, 4, collate_fn=collate), criterion=None, step="of_lists")
+    text = run.export(tmp_path / "train.py").read_text()
+    told = " ".join(text.split())
+    assert "as_lists is called with each process's part of a batch" in told and "batch_sampler=mine" in text
+    assert (
+        "Hooks on a parameter's gradient get that of each process" in told and "Buffers that a forward changes" in told
+    )
 
 
 def test_data_that_workers_make_is_made_by_the_program_too(session: Orchestrator, tmp_path: Path) -> None:

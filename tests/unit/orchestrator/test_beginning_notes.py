@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from guava_nb.orchestrator.beginning_notes import changed_torch, notes_on
+from guava_nb.replica.replica import Replica
 from tests.support.explorer.orchestrator import replica_set_for, spec_for
 from tests.support.training import loader, plan_for, replica, spec
 
@@ -50,6 +51,17 @@ def test_clipping_beside_the_optimizer_is_told() -> None:
     assert notes() == notes(max_grad_norm=1.0) == notes(head_only) == []
     (told,) = notes(head_only, max_grad_norm=1.0)
     assert told.startswith("max_grad_norm counts the gradients of") and "requires_grad_(False)" in told
+
+
+def test_gradient_hooks_are_told_since_the_norm_is_measured_before_them() -> None:
+    made = replica_set_for(spec_for("star", "workers", 1), 4, 1, None)
+    made.spec = spec()
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].weight.register_hook(lambda gradient: gradient * 0)
+    model[0].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    made.master = Replica(made.spec, lambda name: nn, torch.device("cpu"), model)
+    (told,) = notes_on(made, plan_for(loader()), None)
+    assert "that before the hooks on the gradients of 0.weight, 0.bias;" in told
 
 
 def test_what_auto_came_to_is_told() -> None:

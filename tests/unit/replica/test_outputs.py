@@ -16,7 +16,7 @@ from guava_nb.errors import ConfigError, TrainingError
 from guava_nb.protocol.messages import Wanted
 from guava_nb.replica.outputs import columns_of, inputs_of, joined, unpacked, without_targets
 
-SIZES = st.tuples(st.integers(1, 9), st.integers(1, 12))
+SIZES = st.tuples(st.integers(1, 9), st.integers(2, 12))
 
 
 def outputs_of(rows: int, classes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -113,6 +113,7 @@ def test_raw_outputs_keep_their_names_types_and_shapes() -> None:
     ("outputs", "wanted", "sentence"),
     [
         (torch.zeros(4), Wanted(), r"classes need outputs of \[4, classes\].*returned \(4,\) of float32.*raw=True"),
+        (torch.zeros(4, 1), Wanted(), r"one column, and of one class alone every sample is certain.*raw=True"),
         (torch.zeros(4, 3, 8, 8), Wanted(), r"returned \(4, 3, 8, 8\) of float32.*raw=True"),
         (torch.zeros(3, 5), Wanted(), r"\[4, classes\].*returned \(3, 5\)"),
         (torch.zeros(4, 5, dtype=torch.int64), Wanted(), r"floating point.*int64"),

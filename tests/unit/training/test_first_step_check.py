@@ -1,3 +1,6 @@
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -8,14 +11,18 @@ from guava_nb.data.codec import unpack
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.protocol.messages import Factory, ParallelSpec, RunSpec
+from guava_nb.replica.replica import Replica
 from guava_nb.training.first_step_check import (
     first_rows,
+    has_whole_twin,
     is_looked_at_whole,
     is_round,
     later_checks,
     weights_of_pieces,
+    weights_to_send,
 )
 from guava_nb.training.step_check.findings import Question
+from tests.support.training import spec as run_spec
 
 PLAIN = RunSpec(model=Factory("Net"), criterion=Factory("MSELoss"), step=None, optimizer=Factory("SGD"), scheduler=None)
 
@@ -55,6 +62,25 @@ def test_a_question_has_the_first_samples_whole_and_cut(rows: int, data: st.Data
     assert came[0].tolist() == list(range(asked)) and message.rows[0] == asked == sum(message.rows[1:])
     assert [len(piece) for piece in came[1:]] == ([] if at_workers else list(message.rows[1:]))
     assert torch.cat(came[1:] or [came[0]]).tolist() == came[0].tolist()
+
+
+class Counted(torch.nn.Linear):
+    """Keeps more than tensors in its state dict."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state
+
+
+@pytest.mark.parametrize("shape", [{"mode": "zero", "dp": 2, "zero_stage": 3}, {"mode": "tensor", "tp": 2}])
+def test_a_model_that_keeps_more_than_tensors_is_checked_with_its_present_weights(shape: dict[str, object]) -> None:
+    master = Replica(run_spec(), lambda name: torch.nn, torch.device("cpu"), Counted(2, 2))
+    replicas: Any = SimpleNamespace(spec=spread(**shape), master=master, from_seed=False, step=1, master_step=1)
+    assert has_whole_twin(replicas)
+    sent = weights_to_send(replicas)
+    assert sent is not None and sent["model"]["_extra_state"] == {"steps": 3}
 
 
 def test_whole_batches_are_looked_at_again_ever_more_rarely() -> None:
