@@ -61,7 +61,8 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         config: of the session.
         log_folder: where everything goes that workers print; made with the first line.
         diary: what happened, in a file beside the session's own; it stays when the session is over.
-        goes_on: the join code is that of a process that ended without closing its session.
+        goes_on: the session is that of a process that ended without closing it.
+        has_moved: it listens on another port than there, so without a tunnel the join code is another one.
         local_before: workers that such processes had started, by name; they ended with them.
 
     Raises:
@@ -79,7 +80,7 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         self._file: SessionFile | None = None
         self._shown: StatusWriter | None = None
         self._at_exit: Callable[[], None] = lambda: None
-        self.goes_on, self.local_before = False, list[str]()
+        self.goes_on, self.has_moved, self.local_before = False, False, list[str]()
         self._cluster: Cluster | None = None
         self._keeper: TunnelKeeper | None = None
         self._wheel: Wheel | None = None
@@ -166,16 +167,20 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         saved = self._saved()
         if saved is not None:
             self._have_cluster().session_id = saved.session_id
-            port, certificate = config.master_port or saved.port, saved.pinned()
-            listener = Listener(options, on_event, host, port, config.tls, saved.secret, certificate)
+            own, port = (config.tls, saved.secret, saved.pinned()), config.master_port or saved.port
+            listener = Listener(options, on_event, host, port, *own)
             try:
                 listener.start()
-            except ConfigError:  # another program has the port now
-                saved = None
-        if saved is None:
+            except ConfigError:
+                if config.master_port:
+                    raise
+                listener = Listener(options, on_event, host, 0, *own)  # another program has the port now
+                listener.start()
+        else:
             listener = Listener(options, on_event, host, config.master_port, tls=config.tls)
             listener.start()
         self._listener, self.goes_on = listener, saved is not None
+        self.has_moved = saved is not None and saved.port != listener.port
         if self._file is not None:
             self.local_before = self._file.local()
             shown = listener.certificate
@@ -203,7 +208,10 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         if self.config.session_file in ("", "off"):
             return None
         self._file = self._file or SessionFile.take(Path(self.config.session_file).expanduser())
-        return self._file.load()
+        saved = self._file.load()
+        if self._file.problem:
+            self._notices.add(self._file.problem)
+        return saved
 
     def _stop_listening(self, keep_cluster: bool) -> None:
         if self._listener is not None:

@@ -269,7 +269,8 @@ class Inbox:
         if self._limit_bytes is not None and log.sizes and log.held_bytes + arrived.total_bytes > self._limit_bytes:
             raise RemoteProtocolError(
                 f"the peer ignores its credit: {log.held_bytes + arrived.total_bytes} bytes of {arrived.channel.name} "
-                f"wait to be consumed; the limit is {self._limit_bytes}. If it is a worker of yours, give it the window_mb of here"
+                f"wait to be consumed; the limit is {self._limit_bytes}. If it is a worker of yours, give it the window_mb of "
+                "here"
             )
         log.received = arrived.sequence
         log.held_bytes += arrived.total_bytes
