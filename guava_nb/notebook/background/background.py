@@ -17,6 +17,7 @@ from IPython.core.error import UsageError
 
 from guava_nb.cluster.session_file import is_locked_here
 from guava_nb.config import DistributedConfig
+from guava_nb.config.state_folder import write_private
 from guava_nb.config.units import parse_seconds
 from guava_nb.errors import ClusterError, ConfigError, GuavaError
 from guava_nb.notebook.background.record import Record, record_path
@@ -36,6 +37,7 @@ __all__ = ["Background"]
 #: Seconds that the process gets to begin, and to end.
 _START_S, _END_S = 90.0, 60.0
 _IDLE_LIMIT = "12h"
+_ABOUT_BYTES = 8 << 10  # of what it keeps there at least
 #: Magics that are of this kernel, with or without a background session.
 _HERE = ("guava_worker", "guava_doctor")
 #: What of its environment ties a kernel to the server that started it.
@@ -252,6 +254,8 @@ def _started(path: Path, idle_limit_s: float) -> tuple[Record, bool]:
             record = Record.read(path)
             if record is not None and record.lives:
                 return record, False
+            write_private(probe := path.with_suffix(".background.probe"), bytes(_ABOUT_BYTES))  # a full disk, told here
+            probe.unlink()
             return _start(path, idle_limit_s), True
     except OSError as problem:
         raise ConfigError(
