@@ -286,7 +286,7 @@ def futures(here: Here) -> None:
 
 
 def futures_that_call(here: Here) -> None:
-    """A collective in a future's callback, and in that one's callback, waited for by call and by future."""
+    """A collective in a future's callback, waited for by call and by future; one callback at a time, so that ranks agree."""
 
     def then(future: torch.futures.Future[Any]) -> torch.Tensor:
         total = future.value()[0].clone()
@@ -294,8 +294,8 @@ def futures_that_call(here: Here) -> None:
         again = dist.all_reduce(total, async_op=True).get_future()
         return again.then(lambda done: done.value()[0] + 0).wait()
 
-    works = [dist.all_reduce(torch.ones(2), async_op=True) for _ in range(5)]
-    for made in [work.get_future().then(then) for work in works]:
+    for _ in range(5):
+        made = dist.all_reduce(torch.ones(2), async_op=True).get_future().then(then)
         assert torch.equal(made.wait(), torch.full((2,), float(here.size**3)))
 
 
