@@ -14,6 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -167,18 +168,7 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         saved = self._saved()
         if saved is not None:
             self._have_cluster().session_id = saved.session_id
-            own, port = (config.tls, saved.secret, saved.pinned()), config.master_port or saved.port
-            listener = Listener(options, on_event, host, port, *own)
-            try:
-                listener.start()
-            except ConfigError:
-                if config.master_port:
-                    raise
-                listener = Listener(options, on_event, host, 0, *own)  # another program has the port now
-                listener.start()
-        else:
-            listener = Listener(options, on_event, host, config.master_port, tls=config.tls)
-            listener.start()
+        listener = _listening(partial(Listener, options, on_event, host), config, saved)
         self._listener, self.goes_on = listener, saved is not None
         self.has_moved = saved is not None and saved.port != listener.port
         if self._file is not None:
@@ -459,6 +449,24 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         if worker is not None and worker not in names:
             raise ConfigError(f"no worker is called {worker!r}; there are: {', '.join(names) or 'none yet'}")
         return cluster.output.tail(worker, n)
+
+
+def _listening(listener: Callable[..., Listener], config: DistributedConfig, saved: SavedSession | None) -> Listener:
+    """Start to listen, known again by what a process before left; at another port where another program has the one of then."""
+    if saved is None:
+        made = listener(config.master_port, tls=config.tls)
+        made.start()
+        return made
+    own = config.tls, saved.secret, saved.pinned()
+    made = listener(config.master_port or saved.port, *own)
+    try:
+        made.start()
+    except ConfigError:
+        if config.master_port:
+            raise
+        made = listener(0, *own)
+        made.start()
+    return made
 
 
 def _close_at_exit(host: SessionHost) -> Callable[[], None]:
