@@ -53,7 +53,7 @@ PHASES = ("join", "source", "batch received", "forward", "backward", "bucket hal
 ENDS = ("SIGKILL", "SIGTERM", "exit")
 STOPS = ("SIGSTOP 5 s", "SIGSTOP 60 s")
 LINKS = ("cut in mid-frame", "silence", "reset at a random byte")
-RAISES = ("exception", "out of memory", "full disk", "context death")
+RAISES = ("exception", "out of memory", "full disk")
 NANS = ("nan in input", "nan in loss", "nan in gradient", "nan in buffer")
 FAULTS = ENDS + STOPS + LINKS + RAISES + NANS
 
@@ -70,7 +70,6 @@ _CAUSES = {
     "exception": "this place is cursed",
     "out of memory": "out of memory",
     "full disk": "No space left on device",
-    "context death": "The process cannot use its device",
     "nan in input": "NaN or Inf in",
     "nan in loss": "NaN or Inf in",
     "nan in gradient": "NaN or Inf in the gradient of",
@@ -116,11 +115,7 @@ def senseless(mode: str, phase: str, fault: str) -> str:
         return "the orchestrator holds the state: no worker is asked for it"
     if fault in RAISES:
         if phase == "checkpoint":
-            return (
-                ""
-                if fault not in ("exception", "context death")
-                else "no code of the user's runs while a state is sent or written"
-            )
+            return "" if fault != "exception" else "no code of the user's runs while a state is sent or written"
         if phase not in _USERS_CODE:
             return "no code of the user's runs there, and no memory is asked for"
         if mode == "site" and phase in ("optimizer", "commit"):
@@ -176,8 +171,7 @@ CELLS = [
 #: What the tests run, by mode, as "phase: fault, fault".
 _COVERING = {
     "data": (
-        "join: SIGKILL", "source: exception", "batch received: nan in input",
-        "forward: out of memory, nan in loss, context death",
+        "join: SIGKILL", "source: exception", "batch received: nan in input", "forward: out of memory, nan in loss",
         "backward: SIGKILL", "bucket half sent: reset at a random byte", "waiting for the sum: SIGSTOP 5 s, SIGSTOP 60 s",
         "optimizer: SIGTERM, exception", "commit: exit", "validation: SIGKILL", "prediction: SIGKILL",
         "checkpoint: full disk, SIGKILL", "leave: exit",
@@ -189,7 +183,7 @@ _COVERING = {
     "site": ("bucket half sent: SIGKILL", "optimizer: cut in mid-frame", "commit: SIGTERM"),
     "direct": ("backward: SIGKILL", "optimizer: exception", "forward: nan in buffer"),
     "zero 1": ("optimizer: SIGKILL, full disk", "bucket half sent: cut in mid-frame"),
-    "zero 2": ("forward: nan in buffer", "backward: context death", "checkpoint: out of memory, SIGTERM"),
+    "zero 2": ("forward: nan in buffer", "checkpoint: out of memory, SIGTERM"),
     "zero 3": ("backward: exit", "leave: SIGTERM", "validation: exception"),
     "zero 3 direct": ("forward: SIGKILL",),
     "tensor": ("forward: SIGKILL", "checkpoint: SIGKILL", "commit: exception"),

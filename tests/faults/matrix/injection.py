@@ -102,7 +102,6 @@ _ACTIONS: dict[str, Callable[[Path], None]] = {
     "exception": _raise(lambda: ValueError("this place is cursed")),
     "out of memory": _raise(lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")),
     "full disk": _raise(lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
-    "context death": _raise(lambda: RuntimeError("CUDA error: device-side assert triggered")),
     "cut in mid-frame": _hold,
     "silence": _hold,
     "reset at a random byte": _hold,
