@@ -6,6 +6,7 @@ libraries and programs call is here; how bytes travel is `collectives` and `grou
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -106,6 +107,11 @@ _NAME_OF_OP = {
 }
 
 
+#: The newest small works are kept. torch's C++ may wait for one whose Python object the program let go of (DDP's `join` does, for
+#: a tensor of one number), and then it would wait for ever.
+_KEPT_WORKS, _KEPT_BYTES = 256, 4096
+
+
 class GuavaGroup(dist.ProcessGroup):
     """A process group whose members reach each other only through a hub.
 
@@ -131,6 +137,7 @@ class GuavaGroup(dist.ProcessGroup):
         self._endpoint, self._timeout_s, self._on_shutdown = endpoint, timeout_s, on_shutdown
         self._circle: GroupMember = endpoint.open_group(name, rank, members)
         self._coalesced: list[Work] | None = None
+        self._kept: deque[Work] = deque(maxlen=_KEPT_WORKS)
         self._over = False
         self._torch_name, self._description = name, "undefined"
         self._splits = 0
@@ -170,6 +177,10 @@ class GuavaGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         cuda = [torch.device("cuda")] if torch.cuda.is_available() else []
         return [torch.device("cpu"), *cuda]
+
+    def _get_backend(self, device: torch.device) -> GuavaGroup:
+        """Give what torch keeps inside a group: for each device this is the group itself."""
+        return self
 
     def set_timeout(self, timeout: timedelta) -> None:
         """From here on operations wait so long, unless told otherwise."""
@@ -219,6 +230,8 @@ class GuavaGroup(dist.ProcessGroup):
 
     def _work(self, prepared: Prepared) -> Work:
         work = GuavaWork(self._circle, prepared.operation, prepared.outputs, prepared.writes)
+        if sum(staged.data.nbytes for staged in prepared.writes) <= _KEPT_BYTES:
+            self._kept.append(work)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

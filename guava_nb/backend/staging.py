@@ -25,9 +25,16 @@ __all__ = ["Staged", "runner_for"]
 SNAPSHOT_BYTES = 64 << 10
 
 
-_NUMPY_READABLE = frozenset(
-    {torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-)
+class _Memory:
+    """A contiguous CPU tensor's bytes by their address; keeps the tensor.
+
+    `Tensor.numpy` would keep its storage from ever being resized, as FSDP does.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        shape = (tensor.numel() * tensor.element_size(),)
+        self.__array_interface__ = {"data": (tensor.data_ptr(), False), "shape": shape, "typestr": "|u1", "version": 3}
 
 
 class Staged:
@@ -57,12 +64,10 @@ class Staged:
         self.copied: torch.cuda.Event | None = None
         self.landed: torch.cuda.Event | None = None
         self._called: torch.cuda.Event | None = None
-        if tensor.dtype in _NUMPY_READABLE and tensor.is_cpu and self._take_array(tensor):
-            return
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise CollectiveError(f"a {tensor.layout} tensor on {tensor.device} cannot take part; make it dense first")
         dtype_name(tensor.dtype)  # raises for what cannot travel
-        self.tensor = tensor.detach()
+        self.tensor = tensor.detach() if tensor.requires_grad else tensor
         plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
         self.shared = plain
         if plain:
@@ -74,19 +79,6 @@ class Staged:
         else:
             self._from_device(read, write)
         self.data: Bytes = _flat_bytes(self._host)
-
-    def _take_array(self, tensor: torch.Tensor) -> bool:
-        """The short way for most tensors: a small collective is mostly such steps."""
-        try:
-            array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
-        except (RuntimeError, TypeError):
-            return False  # sparse, or lazily negated
-        if not array.flags.c_contiguous:
-            return False
-        self.tensor = self._host = tensor
-        self.shared = True
-        self.data = np.ndarray((array.nbytes,), np.uint8, array) if array.size else np.empty(0, np.uint8)
-        return True
 
     def _from_device(self, read: bool, write: bool) -> None:
         self._host = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=self.tensor.is_cuda)
@@ -131,11 +123,7 @@ class Staged:
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Bytes:
-    if tensor.numel() == 0:
-        return np.empty(0, np.uint8)
-    # Not reshape(-1): that keeps the odd stride of an axis of size 1, and such a tensor cannot be seen as bytes.
-    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return flat.view(torch.uint8).numpy()
+    return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(0, np.uint8)
 
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}

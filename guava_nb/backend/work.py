@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -99,7 +100,7 @@ class GuavaWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of outputs; an error comes out of its `wait` and `value`."""
         if self._future is None:
-            self._future = _future(self._operation.when_done, self._outcome, self._devices())
+            self._future = _future(self._operation, self._outcome, self._devices())
         return self._future
 
     def _devices(self) -> list[torch.device]:
@@ -155,9 +156,7 @@ class JointWork(Work):
         return joint.then(lambda done: [tensor for future in done.value() for tensor in future.value()])
 
 
-def _future(
-    when_done: Callable[[Callable[[], None]], None], outcome: Callable[[], Any], devices: list[torch.device]
-) -> torch.futures.Future[Any]:
+def _future(operation: Operation, outcome: Callable[[], Any], devices: list[torch.device]) -> torch.futures.Future[Any]:
     """A future that fails for C++, too: only one made by `then` can carry an error there."""
     base: torch.futures.Future[Any] = torch.futures.Future(devices=[*devices]) if devices else torch.futures.Future()
 
@@ -168,5 +167,20 @@ def _future(
         return value
 
     future = base.then(unwrap)
-    when_done(lambda: base.set_result(outcome()))
+    if operation.done:
+        base.set_result(outcome())
+    else:
+        operation.when_done(lambda: _complete(lambda: base.set_result(outcome())))
     return future
+
+
+def _complete(complete: Callable[[], None]) -> None:
+    try:
+        _COMPLETIONS.submit(complete)
+    except RuntimeError:  # the interpreter ends
+        complete()
+
+
+#: Futures are completed here and not by the link's reader: what a program has called then may call collectives, and wait for
+#: futures of theirs (DDP's PowerSGD hook does both), so each has a thread of its own as long as it waits.
+_COMPLETIONS = ThreadPoolExecutor(64, "guava-futures")

@@ -14,6 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,8 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         config: of the session.
         log_folder: where everything goes that workers print; made with the first line.
         diary: what happened, in a file beside the session's own; it stays when the session is over.
-        goes_on: the join code is that of a process that ended without closing its session.
+        goes_on: the session is that of a process that ended without closing it.
+        has_moved: it listens on another port than there, so without a tunnel the join code is another one.
         local_before: workers that such processes had started, by name; they ended with them.
 
     Raises:
@@ -79,7 +81,7 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         self._file: SessionFile | None = None
         self._shown: StatusWriter | None = None
         self._at_exit: Callable[[], None] = lambda: None
-        self.goes_on, self.local_before = False, list[str]()
+        self.goes_on, self.has_moved, self.local_before = False, False, list[str]()
         self._cluster: Cluster | None = None
         self._keeper: TunnelKeeper | None = None
         self._wheel: Wheel | None = None
@@ -166,16 +168,9 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         saved = self._saved()
         if saved is not None:
             self._have_cluster().session_id = saved.session_id
-            port, certificate = config.master_port or saved.port, saved.pinned()
-            listener = Listener(options, on_event, host, port, config.tls, saved.secret, certificate)
-            try:
-                listener.start()
-            except ConfigError:  # another program has the port now
-                saved = None
-        if saved is None:
-            listener = Listener(options, on_event, host, config.master_port, tls=config.tls)
-            listener.start()
+        listener = _listening(partial(Listener, options, on_event, host), config, saved)
         self._listener, self.goes_on = listener, saved is not None
+        self.has_moved = saved is not None and saved.port != listener.port
         if self._file is not None:
             self.local_before = self._file.local()
             shown = listener.certificate
@@ -203,7 +198,10 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         if self.config.session_file in ("", "off"):
             return None
         self._file = self._file or SessionFile.take(Path(self.config.session_file).expanduser())
-        return self._file.load()
+        saved = self._file.load()
+        if self._file.problem:
+            self._notices.add(self._file.problem)
+        return saved
 
     def _stop_listening(self, keep_cluster: bool) -> None:
         if self._listener is not None:
@@ -451,6 +449,24 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         if worker is not None and worker not in names:
             raise ConfigError(f"no worker is called {worker!r}; there are: {', '.join(names) or 'none yet'}")
         return cluster.output.tail(worker, n)
+
+
+def _listening(listener: Callable[..., Listener], config: DistributedConfig, saved: SavedSession | None) -> Listener:
+    """Start to listen, known again by what a process before left; at another port where another program has the one of then."""
+    if saved is None:
+        made = listener(config.master_port, tls=config.tls)
+        made.start()
+        return made
+    own = config.tls, saved.secret, saved.pinned()
+    made = listener(config.master_port or saved.port, *own)
+    try:
+        made.start()
+    except ConfigError:
+        if config.master_port:
+            raise
+        made = listener(0, *own)
+        made.start()
+    return made
 
 
 def _close_at_exit(host: SessionHost) -> Callable[[], None]:

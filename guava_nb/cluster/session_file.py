@@ -7,6 +7,7 @@ themselves. A second file beside it is locked as long as a process has the sessi
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 from pathlib import Path
 from typing import IO
@@ -17,10 +18,11 @@ from guava_nb.config.state_folder import write_private
 from guava_nb.errors import ConfigError
 from guava_nb.transport.certificate import Certificate
 
-__all__ = ["SavedSession", "SessionFile"]
+__all__ = ["SavedSession", "SessionFile", "is_locked_here"]
 
 _VERSION = 1
 _LOCAL = ".local"
+_ABOUT_BYTES = 8 << 10  # of such a file
 _MOST = 64  # sessions of one name side by side
 _HELD: set[Path] = set()  # by this process: a lock keeps others out, and not the process that has it
 
@@ -52,18 +54,19 @@ class SessionFile:
 
     Attributes:
         path: where it lies.
+        problem: a sentence where something lies there that cannot be read; "" elsewhere.
     """
 
     def __init__(self, path: Path, lock: IO[bytes]) -> None:
         """Hold a file whose lock was taken."""
-        self.path, self._lock = path, lock
+        self.path, self._lock, self.problem = path, lock, ""
 
     @classmethod
     def take(cls, path: Path) -> SessionFile:
         """Hold this file, or the first one beside it that no process holds: `name.json`, `name-2.json`, ...
 
         Raises:
-            ConfigError: the folder cannot be written to.
+            ConfigError: the folder cannot be written to, or has no room or no locks.
         """
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,11 +74,14 @@ class SessionFile:
                 one = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
                 if one in _HELD:
                     continue
-                lock = one.with_suffix(".lock").open("ab")
-                if _locked(lock):
-                    _HELD.add(one)
-                    return cls(one, lock)
-                lock.close()
+                with contextlib.ExitStack() as undone:
+                    lock = undone.enter_context(one.with_suffix(".lock").open("ab"))
+                    if is_locked_here(lock):
+                        write_private(probe := one.with_suffix(".probe"), bytes(_ABOUT_BYTES))
+                        probe.unlink()
+                        undone.pop_all()
+                        _HELD.add(one)
+                        return cls(one, lock)
         except OSError as problem:
             raise ConfigError(
                 f"session_file {path} cannot be written ({problem.strerror or problem}): name another file, or give "
@@ -84,13 +90,27 @@ class SessionFile:
         raise ConfigError(f"{_MOST} processes hold {path} and the files beside it: name another session_file")
 
     def load(self) -> SavedSession | None:
-        """Return what the process before left here; None where it ended its session, or the file is damaged."""
+        """Return what the process before left here; None where it ended its session, or `problem` says why not."""
+        self.problem = ""
         try:
             saved = msgspec.json.decode(self.path.read_bytes(), type=SavedSession)
             saved.pinned()
-        except (OSError, msgspec.DecodeError, ValueError):
+        except FileNotFoundError:
             return None
-        return saved if saved.version == _VERSION and len(saved.secret) == 16 else None
+        except (OSError, msgspec.DecodeError, ValueError) as error:
+            self._is_of_no_use(f"cannot be read ({error})")
+            return None
+        if saved.version != _VERSION:
+            self._is_of_no_use(f"is of version {saved.version}, and this guava_nb reads version {_VERSION}")
+        elif len(saved.secret) != 16:
+            self._is_of_no_use(f"cannot be read (a secret of {len(saved.secret)} bytes)")
+        return None if self.problem else saved
+
+    def _is_of_no_use(self, why: str) -> None:
+        self.problem = (
+            f"The file of the last session, {self.path}, {why}. So a new session begins: workers that still wait for the last "
+            "one need the join code of this one."
+        )
 
     def save(self, session: SavedSession) -> None:
         """Write it, readable by this user alone; the old one stays whole until the new one is."""
@@ -122,8 +142,12 @@ class SessionFile:
         _HELD.discard(self.path)
 
 
-def _locked(file: IO[bytes]) -> bool:
-    """Lock a file for this process and not for its children; returns whether nobody else has."""
+def is_locked_here(file: IO[bytes]) -> bool:
+    """Lock a file for this process and not for its children; returns whether nobody else has.
+
+    Raises:
+        OSError: files cannot be locked there, as on some network drives.
+    """
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -133,6 +157,8 @@ def _locked(file: IO[bytes]) -> bool:
             import fcntl
 
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as problem:
+        if problem.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+            raise
         return False
     return True

@@ -87,10 +87,10 @@ class DistributedConfig:
 
     Wire:
         socket_buffer_mb (16): kernel buffer per socket; the system may clamp it. window_mb (256): bytes under way per
-        channel of a session. bucket_mb (4): aimed size of a gradient bucket. compression ("auto"): of batches, gradients,
-        parameters and checkpoints, lossless (zstd): "on", "off", or "auto" where measuring shows that they arrive sooner.
-        budget_bytes (0): most bytes that a run may send and receive here, both together; 0 sets no limit. A text has a unit:
-        GUAVA_BUDGET_BYTES=900MB.
+        channel of a session; above 256 at a worker only where it is as much at the orchestrator. bucket_mb (4): aimed size of
+        a gradient bucket. compression ("auto"): of batches, gradients, parameters and checkpoints, lossless (zstd): "on",
+        "off", or "auto" where measuring shows that they arrive sooner. budget_bytes (0): most bytes that a run may send and
+        receive here, both together; 0 sets no limit. A text has a unit: GUAVA_BUDGET_BYTES=900MB.
 
     Checkpoints and checks:
         checkpoint_dir ("./checkpoints"): folder. save_interval (0): steps between checkpoints; 0 saves none.

@@ -336,7 +336,7 @@ def _each(
         except StopIteration:
             return
         except Exception as error:
-            failed = LoadError(index, failing(), error)
+            failed = LoadError(index, failing(), _of_ended_process(batches) or error)
             # The traceback would keep torch's iterator until the garbage collector comes, and collected that way its
             # processes need five seconds each to end. In this process the frames are the user's, for a debugger.
             del batches
@@ -345,6 +345,15 @@ def _each(
             raise failed from error
         yield index, batch
         index += 1
+
+
+def _of_ended_process(batches: Iterator[Any]) -> RuntimeError | None:
+    """What is to be told where a loader process was ended, and all else is the broken pipe to it."""
+    for process in getattr(batches, "_workers", ()):
+        if (status := process.exitcode) is not None and status < 0:
+            why = "; the system does so where memory runs out: a smaller num_workers takes less" if status == -9 else ""
+            return RuntimeError(f"a process of the DataLoader (pid {process.pid}) was ended by signal {-status}{why}")
+    return None
 
 
 #: In a written traceback: a frame of this package or of torch's loader, with its lines of code and marks.

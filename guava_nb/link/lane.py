@@ -96,11 +96,11 @@ class Lane(Generic[C]):
         out_saved, in_saved: bytes that compression spared, per channel.
     """
 
-    def __init__(self, name: str, window_bytes: int, compression: str) -> None:
+    def __init__(self, name: str, window_bytes: int, compression: str, limit_bytes: int | None) -> None:
         self.name = name
         self.lock = threading.Lock()
         self.outbox = Outbox(window_bytes)
-        self.inbox = Inbox(window_bytes)
+        self.inbox = Inbox(window_bytes, limit_bytes)
         self.connection: C | None = None
         self.lost_at: float | None = None
         self.incarnation = -1

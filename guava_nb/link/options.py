@@ -53,6 +53,14 @@ class LinkOptions:
     rejoin_s: float = 300.0
     payload_of: Callable[[bytes, Message], int] | None = None
 
+    @property
+    def most_unread_bytes(self) -> int | None:
+        """Most bytes of one channel that may wait here; None: of a peer that is believed, as its payloads are.
+
+        The peer's own window is not known here. One of the usual size is let in, whatever the size here.
+        """
+        return None if self.payload_of is None else max(self.window_bytes, LinkOptions.window_bytes)
+
     def limits(self, session_id: bytes, compressed: bool) -> Limits:
         """Return what is accepted of a session; `compressed`: this side offered to read compressed chunks."""
         payload_of = None if self.payload_of is None else partial(self.payload_of, session_id)

@@ -70,7 +70,8 @@ class Session:
         self._closing = False
         self._teller: int | None = None  # thread that is telling an event
         self._lanes: dict[str, Lane[Connection]] = {
-            name: Lane(name, options.window_bytes, options.compression) for name in (CONTROL, BULK)
+            name: Lane(name, options.window_bytes, options.compression, options.most_unread_bytes)
+            for name in (CONTROL, BULK)
         }
         self._connections: list[Connection] = []  # all whose threads may still run
         self._began = time.monotonic()

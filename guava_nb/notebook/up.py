@@ -22,6 +22,7 @@ from guava_nb.doctor.memory import WORKER_BYTES, Memory, memory_here
 from guava_nb.errors import AuthenticationError, ClusterError, ConfigError, LinkBroken, LinkTimeout
 from guava_nb.link.handshake import try_way
 from guava_nb.link.options import LinkOptions
+from guava_nb.notebook.display import say
 from guava_nb.notebook.host import Host, binder_rule, is_loopback
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.spec.loading import half_loaded_text, loading_without_collections
@@ -49,6 +50,10 @@ _GOES_ON = (
     "The last session of this notebook was not closed, so it goes on here with the same join code: workers on other machines "
     "that still wait for it come back by themselves. %guava_down ends it."
 )
+_MOVED = (
+    "The last session of this notebook was not closed, so it goes on here. Another program has its port, so its join code has "
+    "changed: workers on other machines come back as soon as they get the code of now (%guava_worker CODE). %guava_down ends it."
+)
 _RUN_GOES_ON = (
     "Its last run can go on where it stood, as soon as one of its workers is back: the same line of %guava_train with --resume "
     "session and without --fresh."
@@ -73,7 +78,19 @@ def new_orchestrator(**settings: Any) -> Any:
     from guava_nb.orchestrator import Orchestrator
 
     config = DistributedConfig.load(**settings)
-    return Orchestrator(config if config.session_file else config.replace(session_file=str(session_file())))
+    return Orchestrator(config if config.session_file else config.replace(session_file=_usable_session_file()))
+
+
+def _usable_session_file() -> str:
+    """This notebook's session file; "off", told, where it cannot be kept: a full or read-only home stops no session."""
+    from guava_nb.cluster.session_file import SessionFile
+
+    try:
+        SessionFile.take(session_file()).release(forget=False)
+    except ConfigError as problem:
+        say(f"This session will end with its kernel: {problem}.")
+        return "off"
+    return str(session_file())
 
 
 def look_at_tunnel(tunnel: str | None, ask: Callable[[], str] | None) -> Callable[[], str] | None:
@@ -211,7 +228,7 @@ def goes_on_notes(orchestrator: Any, started: int) -> list[str]:
     """
     if not orchestrator.goes_on:
         return []
-    notes = [_GOES_ON]
+    notes = [_MOVED if orchestrator.has_moved and orchestrator.tunnel is None else _GOES_ON]
     if orchestrator.local_before and not started:
         notes.append(_LOCAL_ENDED)
     if lost := lost_run(orchestrator):

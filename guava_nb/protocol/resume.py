@@ -241,7 +241,7 @@ class Inbox:
         Args:
             window_bytes: the peer's window per channel in bytes; an Ack is due when a quarter of it was consumed.
             limit_bytes: most bytes of one channel to hold unconsumed, at least the peer's window; a peer that sends on
-                has ignored its credit. None trusts the peer, as one must where its window is not known.
+                has ignored its credit. None trusts the peer.
         """
         self._ack_bytes = max(1, window_bytes // _ACK_WINDOW_SHARE)
         self._limit_bytes = limit_bytes
@@ -269,7 +269,8 @@ class Inbox:
         if self._limit_bytes is not None and log.sizes and log.held_bytes + arrived.total_bytes > self._limit_bytes:
             raise RemoteProtocolError(
                 f"the peer ignores its credit: {log.held_bytes + arrived.total_bytes} bytes of {arrived.channel.name} "
-                f"wait to be consumed; the limit is {self._limit_bytes}"
+                f"wait to be consumed; the limit is {self._limit_bytes}. If it is a worker of yours, give it the window_mb of "
+                "here"
             )
         log.received = arrived.sequence
         log.held_bytes += arrived.total_bytes

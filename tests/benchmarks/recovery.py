@@ -1,12 +1,19 @@
 """How long a run stands still after a fault: SIGKILL, SIGSTOP, a cable that is cut, a deadlock in the user's step; per mode.
 
     python -m tests.benchmarks.recovery [--times 5] [--mode "data,zero,pipeline"] [--fault "SIGKILL,SIGSTOP,cable,deadlock"]
+        [--data-only "slow,context,disk"]
 
 Three worker processes over TLS, each behind a relay that can stop forwarding without a word; in data mode all three work, in the
 others two of them and one is the spare. The fault strikes the second one. Recovery is the time until the step in work and the
 one after it are committed. Prints one JSON line per mode and fault: median and worst in seconds, what was lost or doubled.
 Reach: SIGKILL <= 1 s, silence (SIGSTOP, cable) <= 10 s, SIGKILL in group modes with a spare <= 5 s. A deadlock whose heartbeats
 go on looks like a long step: it is given to others after `grace_s` (30 s), and groups wait for it.
+
+`--data-only` has those for which standing still is not the measure, in data mode. slow: one of three workers takes five times
+as long for a sample; throughput in workers' worth (reach: 2.0), and the largest difference of a weight to plain PyTorch. context:
+an error that a CUDA context does not survive, raised by the user's code; seconds until the worker's process is replaced and the
+next run has done two steps. disk: a checkpoint every second step into a full file system (needs the right to mount); the longest
+time between two steps beside that of the steps before.
 """
 
 from __future__ import annotations
@@ -16,15 +23,19 @@ import json
 import os
 import signal
 import statistics
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import ROOT, Session, Worker, eventually, loader
+from guava_nb.errors import RemoteError
+from tests.support import processes
+from tests.support.processes import ROOT, PlainTraining, Session, Worker, difference, eventually, loader
 
-__all__ = ["FAULTS", "MODES", "recovery"]
+__all__ = ["FAULTS", "MODES", "OTHERS", "recovery"]
 
 CELL = """
 import os
@@ -120,15 +131,114 @@ def measured(mode: str, fault: str, times: int, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# ----------------------------------------------------------------------------------------- those that stop no run
+
+#: Of one sample at a worker that is not slow.
+_SAMPLE_S = 0.01
+
+
+def _slow(session: Session) -> dict[str, Any]:
+    nap = "time.sleep(SAMPLE_S * len(x) * (5 if (FOLDER / f'{{os.getpid()}}.slow').exists() else 1))"
+    cell = processes.CELL.replace("        global _calls\n", f"        global _calls\n        {nap}\n")
+    cell = cell.replace("SAMPLE_S", str(_SAMPLE_S))
+    workers = session.ensure(3)
+    (session.folder / f"{workers[1].pid}.slow").touch()
+    run = session.train(loader(960, 96), 1000, cell.format(folder=str(session.folder)), detach=True)
+    eventually(lambda: len(run.history) >= 8 or run.done, PATIENCE_S, "shares follow the speeds")
+    began, before = time.monotonic(), len(run.history)
+    eventually(lambda: len(run.history) >= before + 20 or run.done, PATIENCE_S, "20 steps")
+    rate = (len(run.history) - before) * 96 / (time.monotonic() - began)
+    run.stop()
+    run.result()
+    plain = PlainTraining(session.folder, loader(960, 96)).epochs(1000, limit=len(run.history))
+    return {
+        "workers_worth": round(rate * _SAMPLE_S, 2),
+        "difference": difference(run.model(), plain.model),
+        **_counts(run),
+    }
+
+
+def _context(session: Session) -> dict[str, Any]:
+    stand_in = 'raise RuntimeError("CUDA error: device-side assert triggered")'
+    cell = processes.CELL.format(folder=str(session.folder)).replace(
+        'raise ValueError("this batch is cursed")', stand_in
+    )
+    victim = session.ensure(3)[1]
+    victim.trap("forward", 8, do="raise")
+    run = session.train(loader(), 100, cell, detach=True)
+    victim.wait_trapped()
+    began = time.monotonic()
+    try:
+        run.result()
+        raise AssertionError("the run went on")
+    except RemoteError as error:
+        assert "cannot use its device" in str(error), error
+    victim.release()
+    eventually(lambda: len(session.ready()) == 3, PATIENCE_S, "it is back")
+    run = session.train(loader(), 100, cell, detach=True)
+    eventually(lambda: len(run.history) >= 2 or run.done, PATIENCE_S, "two steps")
+    took = time.monotonic() - began
+    run.stop()
+    run.result()
+    return {"seconds": round(took, 2), **_counts(run)}
+
+
+def _disk(session: Session) -> dict[str, Any]:
+    session.ensure(3)
+    with _full_file_system() as folder:
+        session.orch.config = session.orch.config.replace(checkpoint_dir=str(folder), save_interval=20)
+        at: list[float] = []
+
+        class Told:
+            def on_step(self, run: Any, record: dict[str, Any]) -> None:
+                at.append(time.monotonic())
+
+        cell = CELL.format(folder=str(session.folder))
+        run = session.train(loader(), 20, cell, model="Net", criterion="CrossEntropyLoss", callbacks=[Told()])
+        run.result()
+        left = [one.name for one in folder.iterdir()]
+    gaps = [after - before for before, after in zip(at, at[1:], strict=False)]
+    told = sum("was not saved" in note for note in session.orch.status().notes)
+    return {
+        "longest_step_s": round(max(gaps), 3), "median_step_s": round(statistics.median(gaps), 3), "steps": len(at),
+        "told": told, "files_left": left, **_counts(run),
+    }  # fmt: skip
+
+
+@contextmanager
+def _full_file_system() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as made:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "guava", made], check=True)
+        try:
+            yield Path(made)
+        finally:
+            subprocess.run(["umount", made], check=True)
+
+
+def _counts(run: Any) -> dict[str, int]:
+    return {"lost": run.lost_samples, "doubled": run.duplicated_samples}
+
+
+OTHERS = {"slow": _slow, "context": _context, "disk": _disk}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--mode", default=",".join(MODES))
     parser.add_argument("--fault", default=",".join(FAULTS))
+    parser.add_argument("--data-only", default="")
     given = parser.parse_args()
     os.environ["PYTHONPATH"], os.environ["OMP_NUM_THREADS"] = str(ROOT), "1"
-    for mode in given.mode.split(","):
-        for fault in given.fault.split(","):
+    for name in filter(None, given.data_only.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            session = Session(Path(folder), num_workers=3)
+            try:
+                print(json.dumps({"mode": "data", "fault": name, **OTHERS[name](session)}), flush=True)
+            finally:
+                session.close()
+    for mode in filter(None, given.mode.split(",")):
+        for fault in filter(None, given.fault.split(",")):
             with tempfile.TemporaryDirectory() as folder:
                 print(json.dumps(measured(mode, fault, given.times, Path(folder))), flush=True)
 

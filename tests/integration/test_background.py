@@ -165,6 +165,9 @@ def test_its_process_is_killed_and_another_one_goes_on(notebook: Notebook) -> No
     laptop.run(f"run = {TRAIN.removesuffix('--fresh')} --loss slow_loss --epochs 2 --resume session", 120)
     resumed = laptop.run(STATE)
     assert resumed.split()[:3] == undisturbed.split()[:3] and int(laptop.run("print(run.history[0]['step'])")) > 1
+    os.kill(notebook.record.pid, signal.SIGKILL)  # and nobody looks before the next line
+    shown = laptop.run("%guava_up --workers 1 --show-code", 120)
+    assert "it goes on here with the same join code" in shown and code[0] in shown, shown
     laptop.run("%guava_down")
 
 

@@ -19,7 +19,9 @@ from pathlib import Path
 import pytest
 
 from guava_nb.errors import AuthenticationError, FrameTooLarge, JoinRefused, LinkBroken, RemoteProtocolError
+from guava_nb.link.dialler import dial
 from guava_nb.link.handshake import Deadline, attach, prove, send_record
+from guava_nb.link.options import LinkOptions
 from guava_nb.link.session_events import MessageArrived, SessionClosed, SessionSuspect
 from guava_nb.protocol.framing import HEADER_BYTES, MAGIC, WIRE_VERSION, OutgoingMessage
 from guava_nb.protocol.handshake_proof import DiallerProof
@@ -360,6 +362,18 @@ def test_a_session_that_breaks_the_rules_is_over(bad: bytes) -> None:
         assert isinstance(closed.cause, RemoteProtocolError)
         until_end(control.stream)
         until_end(bulk.stream)
+
+
+def test_a_peer_that_sends_on_without_credit_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    window = 1 << 16
+    monkeypatch.setattr(LinkOptions, "window_bytes", window)  # the least that is let in; the peer's own stays 256 MiB
+    options = replace(QUICK, window_bytes=window, payload_of=lambda session_id, message: window)
+    with nothing_left_behind(), world(options, consume=False) as made:
+        made.dialled.append(session := dial(made.listener.join_code(), made.there, QUICK))
+        for number in range(3):
+            session.send(*numbered(number, Channel.GRADIENT, window // 2 - 1000))
+        assert "ignores its credit" in str(made.here.wait_for(SessionClosed)[0].cause)
+        assert len(made.here.of(MessageArrived)) == 2
 
 
 def test_a_lie_about_what_was_received_ends_the_session() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -284,6 +285,35 @@ def futures(here: Here) -> None:
     assert work.is_completed()
 
 
+def futures_that_call(here: Here) -> None:
+    """A collective in a future's callback, waited for by call and by future; one callback at a time, so that ranks agree."""
+
+    def then(future: torch.futures.Future[Any]) -> torch.Tensor:
+        total = future.value()[0].clone()
+        dist.all_reduce(total)
+        again = dist.all_reduce(total, async_op=True).get_future()
+        return again.then(lambda done: done.value()[0] + 0).wait()
+
+    for _ in range(5):
+        made = dist.all_reduce(torch.ones(2), async_op=True).get_future().then(then)
+        assert torch.equal(made.wait(), torch.full((2,), float(here.size**3)))
+
+
+def group_s_backend(here: Here) -> None:
+    group = dist.group.WORLD
+    for device in group._device_types:
+        assert group._get_backend(device) is not None
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=30))
+
+
+def resized(here: Here) -> None:
+    """Storages stay as they were: FSDP frees and takes memory by resizing them."""
+    tensor = torch.full((8,), 1.0)
+    dist.all_reduce(tensor)
+    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(32)
+
+
 # ----------------------------------------------------------------------------------------- what torch builds on top
 
 
@@ -325,6 +355,50 @@ def data_parallel(here: Here) -> None:
     _train_spread(here, model, steps, rows)
     for ours, plain in zip(model.module.parameters(), _plain(steps, rows).parameters(), strict=True):
         assert torch.allclose(ours, plain, atol=1e-12, rtol=0)
+
+
+def power_sgd(here: Here) -> None:
+    """A hook whose callbacks call collectives; replicas stay alike."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    model = nn.parallel.DistributedDataParallel(_net(torch.float32))
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(5):
+        x, y = (part[here.rank :: here.size].float() for part in _batch(step, 12))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    parts = [torch.empty_like(flat) for _ in range(here.size)]
+    dist.all_gather(parts, flat)
+    assert all(torch.equal(part, flat) for part in parts)
+
+
+def uneven_inputs(here: Here) -> None:
+    """`join`, each rank with another number of batches, and the mean over those that still have one."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False, dtype=torch.float64))
+    with torch.no_grad():
+        model.module.weight.fill_(1.0)
+    steps = 2 + here.rank
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(steps):
+            model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    # Every rank that still has a batch brings a gradient of ones; their mean adds up once a step.
+    assert torch.equal(model.module.weight.grad, torch.full((1, 2), float(steps), dtype=torch.float64))
+
+
+def fully_sharded_flat(here: Here) -> None:
+    """FSDP1, which resizes storages."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(_net(), device_id=torch.device("cpu"))
+    _train_spread(here, model, 3, 12)
+    with FullyShardedDataParallel.summon_full_params(model):
+        ours = [p.detach().clone() for p in model.parameters()]
+    theirs = torch.cat([p.detach().flatten() for p in _plain(3, 12).parameters()])
+    assert torch.allclose(torch.cat([p.flatten() for p in ours]), theirs, atol=1e-9)
 
 
 def fully_sharded(here: Here) -> None:

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from IPython.core.error import UsageError
 
+from guava_nb.cluster.session_file import is_locked_here
 from guava_nb.config import DistributedConfig
+from guava_nb.config.state_folder import write_private
 from guava_nb.config.units import parse_seconds
-from guava_nb.errors import ClusterError, GuavaError
+from guava_nb.errors import ClusterError, ConfigError, GuavaError
 from guava_nb.notebook.background.record import Record, record_path
 from guava_nb.notebook.display import choose_ui, say
 from guava_nb.notebook.notebook_session import NotebookSession
@@ -35,6 +37,7 @@ __all__ = ["Background"]
 #: Seconds that the process gets to begin, and to end.
 _START_S, _END_S = 90.0, 60.0
 _IDLE_LIMIT = "12h"
+_ABOUT_BYTES = 8 << 10  # of what it keeps there at least
 #: Magics that are of this kernel, with or without a background session.
 _HERE = ("guava_worker", "guava_doctor")
 #: What of its environment ties a kernel to the server that started it.
@@ -66,6 +69,8 @@ class Background:
         """
         if name in _HERE:
             return False
+        if name == "guava_up" and self._connection is not None and not self._connection.record.lives:
+            self.leave()  # it was killed: this line is what any other magic would tell to run
         wants_one = name == "guava_up" and args.background
         if self._session.is_open:
             if wants_one:
@@ -93,7 +98,7 @@ class Background:
         elif wants_one:
             limit_s = parse_seconds(args.idle_limit or _IDLE_LIMIT)
             say("Starting the background session; this takes some seconds.")
-            self._attach(_started(path, limit_s), is_new=True)
+            self._attach(*_started(path, limit_s))
         elif name == "guava_up" and args.idle_limit is not None:
             raise UsageError("%guava_up: --idle-limit needs --background")
 
@@ -233,18 +238,38 @@ def _plain(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name not in ("_given", "background", "idle_limit")}
 
 
-def _started(path: Path, idle_limit_s: float) -> Record:
-    """Start the process and wait until it serves.
+def _started(path: Path, idle_limit_s: float) -> tuple[Record, bool]:
+    """Start the process and wait until it serves, unless another notebook has just done so; returns which, and whether it is new.
 
     Raises:
         ClusterError: it has ended, or does not serve in time; with the end of what it wrote.
+        ConfigError: the folder in which it is found cannot be written.
     """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with path.with_suffix(".background.lock").open("ab") as lock:
+            until = time.monotonic() + _START_S
+            while not is_locked_here(lock) and time.monotonic() < until:  # it ends with its process, so this does
+                time.sleep(0.1)
+            record = Record.read(path)
+            if record is not None and record.lives:
+                return record, False
+            write_private(probe := path.with_suffix(".background.probe"), bytes(_ABOUT_BYTES))  # a full disk, told here
+            probe.unlink()
+            return _start(path, idle_limit_s), True
+    except OSError as problem:
+        raise ConfigError(
+            f"a background session is found by a file in {path.parent}, which cannot be written "
+            f"({problem.strerror or problem}): make room there, or set XDG_STATE_HOME to a folder on another disk"
+        ) from problem
+
+
+def _start(path: Path, idle_limit_s: float) -> Record:
     environment = {name: value for name, value in os.environ.items() if name not in _TIES}
     if not DistributedConfig.load().session_file:
         environment["GUAVA_SESSION_FILE"] = str(session_file())
     log = path.with_suffix(".background.log")
     start: dict[str, Any] = {"record": str(path), "idle_limit_s": idle_limit_s}
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     start |= {"path": sys.path, "starter": (os.getpid(), began_at(psutil.Process()))}
     words = [sys.executable, "-m", "guava_nb.notebook.background.process", json.dumps(start)]

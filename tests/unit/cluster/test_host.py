@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import threading
 import types
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,3 +117,17 @@ def test_a_forked_process_closes_nothing_of_the_session_and_does_not_wait() -> N
             gc.collect()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_session_whose_port_another_program_has_goes_on_at_another_one(tmp_path: Path) -> None:
+    path = tmp_path / "session.json"
+    first = Orchestrator(session_file=str(path))
+    code, session_id = first.open(), first._open_cluster().session_id
+    saved = path.read_bytes()
+    first.close()
+    path.write_bytes(saved)  # as if its process had been killed
+    with socket.create_server(("127.0.0.1", code.port)), Orchestrator(session_file=str(path)) as second:
+        moved = second.open()
+        assert second.goes_on and second.has_moved and moved.port != code.port
+        assert (moved.secret, moved.fingerprint) == (code.secret, code.fingerprint)
+        assert second._open_cluster().session_id == session_id

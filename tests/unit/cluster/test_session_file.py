@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from guava_nb.cluster import session_file
 from guava_nb.cluster.session_file import SavedSession, SessionFile
 from guava_nb.errors import ConfigError
 from guava_nb.transport.certificate import self_signed_certificate
@@ -57,6 +60,7 @@ def test_without_tls_there_is_no_certificate(tmp_path: Path) -> None:
 HOLD = """
 import sys
 from pathlib import Path
+from guava_nb.cluster import session_file
 from guava_nb.cluster.session_file import SessionFile
 held = SessionFile.take(Path(sys.argv[1]))
 print(held.path.name, flush=True)
@@ -89,10 +93,40 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, damage: bytes) -> None:
     file = SessionFile.take(tmp_path / "one.json")
     file.save(saved())
     file.path.write_bytes(damage)
-    assert file.load() is None
+    assert file.load() is None and f"{file.path}, cannot be read" in file.problem
     file.save(SavedSession(b"s" * 16, b"no certificate", b"", 1))
     assert file.load() is None
+    file.save(SavedSession(b"s" * 16, b"", b"", 1, version=9))
+    assert file.load() is None and "is of version 9, and this guava_nb reads version 1" in file.problem
     file.release(forget=True)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_disk_without_room_is_refused_before_anything_begins(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_file, "write_private", full)
+        with pytest.raises(ConfigError, match=os.strerror(number)):
+            SessionFile.take(tmp_path / "one.json")
+    file = SessionFile.take(tmp_path / "one.json")  # what was begun there holds nothing
+    assert file.path.name == "one.json"
+    file.release(forget=True)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="locks of POSIX")
+def test_a_drive_without_locks_is_not_taken_for_one_that_others_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.lockf", none)
+    with pytest.raises(ConfigError, match="No locks available"):
+        SessionFile.take(tmp_path / "one.json")
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import random
+import signal
 import sys
 import types
 from collections.abc import Iterator
@@ -318,6 +320,20 @@ def test_a_broken_collate_function_and_stream_are_named(processes: dict[str, Any
         LoadError, match=r"^batch \d \(from sample \d+ on\) could not be loaded: OSError: the stream ended"
     ):
         list(LoaderFeed(DataLoader(Stream(fail_at=9), batch_size=2, **processes)).epoch())
+
+
+class _Killed(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_loader_process_that_the_system_killed_is_named() -> None:
+    with pytest.raises(
+        LoadError, match=r"a process of the DataLoader \(pid \d+\) was ended by signal 9; .* memory runs out"
+    ):
+        list(LoaderFeed(DataLoader(_Killed(), batch_size=4, num_workers=1)).epoch())
 
 
 def test_a_data_set_that_raises_stop_iteration_does_not_end_the_epoch_silently() -> None:
