@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.cli.meeting import board_of, meet_at_board
-from guava_nb.cli.orchestrate import orchestrate
+from guava_nb.cli.orchestrate import SEVERAL, orchestrate
 from guava_nb.cli.worker import VARIABLE, ask_for_code, read_code
 from guava_nb.errors import ConfigError
 from guava_nb.launchers.task_place import TaskPlace, number_of, task_place, way_to_a_place
@@ -130,8 +130,9 @@ def task_of(args: argparse.Namespace, environ: MutableMapping[str, str]) -> Task
     if found is not None:
         _refuse_leftovers(found, environ)
         told = (found.rank, told[1] if found.world_size is None else found.world_size)
-    rank = _number("--rank", args.rank, "RANK", told[0], environ)
-    size = _number("--world-size", args.world_size, "WORLD_SIZE", told[1], environ)
+    way = SEVERAL if args.orchestrate and told == (None, None) else way_to_a_place(environ)
+    rank = _number("--rank", args.rank, "RANK", told[0], way)
+    size = _number("--world-size", args.world_size, "WORLD_SIZE", told[1], way)
     task = TaskPlace(LINE, rank, size) if found is None else replace(found, rank=rank, world_size=size)
     if found is not None:
         environ.update({name: value for name, value in task.variables().items() if name.startswith("LOCAL_")})
@@ -185,10 +186,10 @@ def place_from(args: argparse.Namespace, environ: MutableMapping[str, str]) -> P
     return Place(rank, size, code, args.job, "guava" if args.backend == "auto" else args.backend, args.wait)
 
 
-def _number(option: str, given: int | None, variable: str, told: int | None, environ: MutableMapping[str, str]) -> int:
+def _number(option: str, given: int | None, variable: str, told: int | None, way: str) -> int:
     number = told if given is None else given
     if number is None:
-        raise ConfigError(f"{option} is missing, and {variable} is not set: {way_to_a_place(environ)}")
+        raise ConfigError(f"{option} is missing, and {variable} is not set: {way}")
     return number
 
 

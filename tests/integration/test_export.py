@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +183,28 @@ def started(program: Path, *words: str, processes: int = 2, warm: bool = True, *
     return [float(value) for value in re.findall(r"loss (\S+)", output)]
 
 
+def started_by(form: str, program: Path, *words: str) -> list[float]:
+    """Run a program that Ray or Fabric starts the processes of; returns the losses that it tells."""
+    short = tempfile.mkdtemp(prefix="ray")  # sockets of Ray's lie there, and their names may not be long
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": short, "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0",
+    }  # fmt: skip
+    device = [] if form == "ray" else ["--devices", "2"]
+    process = subprocess.Popen(
+        [sys.executable, program.name, *device, *words], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=program.parent,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=LAUNCH_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it started and left
+        process.wait()
+        shutil.rmtree(short, ignore_errors=True)
+    assert process.returncode == 0, output
+    return [float(value) for value in re.findall(r"step \d+: loss (\S+)", output)]
+
+
 def losses(run: Run) -> list[float]:
     return [record["loss"] for record in run.history]
 
@@ -232,6 +258,25 @@ def test_a_program_goes_on_from_a_checkpoint_of_the_run_and_of_its_own(
         assert torch.allclose(value, ours["model"][key], atol=1e-5)
     rest = started(program, "--resume", str(tmp_path / f"{steps // 2}.pt"))
     assert rest == pytest.approx(losses(run)[steps // 2 :], abs=TOLERANCE)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("form", "module"), [("ray", "ray"), ("fabric", "lightning")])
+def test_ray_and_fabric_start_a_program_with_the_losses_of_its_run_and_it_goes_on(
+    orchestrator: Orchestrator, tmp_path: Path, form: str, module: str
+) -> None:
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed: pip install {'ray[train]' if form == 'ray' else module}")
+    run = trained(orchestrator, "data", max_steps=6, num_epochs=None)
+    program = run.export(tmp_path / "train.py", form=form, save_data=True)
+    text = program.read_text(encoding="utf-8")
+    (tmp_path / "half.py").write_text(text.replace("MAX_STEPS = 6", "MAX_STEPS = 3"), encoding="utf-8")
+    kept = ["--storage", "kept"] if form == "ray" else ["--save", "own.pt"]
+    assert started_by(form, tmp_path / "half.py", *kept) == pytest.approx(losses(run)[:3], abs=TOLERANCE)
+    (own,) = tmp_path.glob("kept/*/checkpoint_*/train.pt" if form == "ray" else "own.pt")
+    rest = started_by(form, program, *kept, "--resume", str(own.relative_to(tmp_path)))
+    assert rest == pytest.approx(losses(run)[3:], abs=TOLERANCE)
+    assert "import guava" not in text and complaints(program) == ""
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -159,6 +159,7 @@ def test_a_code_leads_away_from_what_started_the_process() -> None:
     ("line", "environ", "sentence"),
     [
         ([], {"RANK": "0", "WORLD_SIZE": "1"}, "there is rank 0 alone"),
+        ([], {}, "start several processes, as in torchrun"),
         (["--rank", "2", "--world-size", "2"], {}, "no rank 2 among 2"),
         (["--join", "x"], {"RANK": "0", "WORLD_SIZE": "2"}, "opens a session and joins none"),
         ([], {"PMI_RANK": "0", "PMI_SIZE": "2"}, "set MASTER_ADDR"),

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from guava_nb import Orchestrator, WorkerData
+from guava_nb import Callback, Orchestrator, WorkerData
 from guava_nb.errors import ConfigError
 from guava_nb.export.blanks import to_be_filled_in
+from guava_nb.spec.training_options import option_infos
 from guava_nb.training.run import Run
 from tests.support.session import direct_session
 
@@ -58,6 +59,72 @@ def as_dict(samples):
     """Return a batch by names."""
     return {"x": torch.stack([x for x, _ in samples]), "y": torch.stack([y for _, y in samples])}
 '''
+CELL += '''
+
+def twice(batch):
+    """Return inputs twice as large."""
+    return batch[0] * 2, batch[1]
+
+
+def count(batch):
+    """Return how many numbers a batch has."""
+    return batch[0].numel()
+'''
+SECOND_CELL = '''
+class Normed(nn.Module):
+    """A layer with running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.norm.bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.norm(x))
+'''
+#: Each option: a value, and what a program then says.
+WRITTEN: dict[str, tuple[Any, str]] = {
+    "num_epochs": (2, "NUM_EPOCHS = 2"),
+    "max_steps": (3, "MAX_STEPS = 3"),
+    "criterion": ("MSELoss", "criterion = nn.MSELoss("),
+    "criterion_args": ({"reduction": "mean"}, "nn.MSELoss("),
+    "optimizer": ("SGD", "torch.optim.SGD(model.parameters()"),
+    "optimizer_args": ({"lr": 0.25}, "lr=0.25"),
+    "scheduler": ("StepLR", "torch.optim.lr_scheduler.StepLR(optimizer"),
+    "scheduler_args": ({"step_size": 7}, "step_size=7"),
+    "scheduler_interval": ("epoch", "        scheduler.step()\n        batches_done = 0"),
+    "max_grad_norm": (0.5, "MAX_GRAD_NORM = 0.5"),
+    "accumulation_steps": (2, "ACCUMULATION_STEPS = 2"),
+    "precision": ("bf16", "dtype=torch.bfloat16"),
+    "channels_last": (True, "memory_format=torch.channels_last"),
+    "seed": (9, "SEED = 9"),
+    "preprocess": ("twice", "inputs, targets = twice(batch)"),
+    "augment": ("twice", "batch = twice(batch)"),
+    "val_interval": (2, "validation"),
+    "shares": ([2.0, 1.0], "unequal shares"),
+    "wire": ("bf16", "sent gradients as bf16"),
+    "buffers": ("first", "buffers=first"),
+    "callbacks": ([Callback()], "callbacks"),
+    "metrics": (None, "validation"),  # they belong to validations
+    "tokens": ("count", "figures of energy"),
+    "threads": (1, "gave each worker 1 threads"),
+    "save_every": (50, "checkpoints within an epoch"),
+    "save_best": ("loss", "the checkpoint of the best validation"),
+    "patience": (3, "patience"),
+    "log": ("csv", "the log"),
+    "save_only": ("trainable", "checkpoints without what is frozen"),
+    "budget_bytes": ("1GB", "the limit of bytes"),
+    "checkpoint_dir": (None, ""),  # given by the test
+}
+#: Told by tests of their own here or in test_export.py: what is refused, what makes two runs, what goes with another option.
+ELSEWHERE = {
+    "sync", "sync_every", "outer", "outer_lr", "outer_momentum", "outer_args", "sync_delay", "mixing",  # local sync: refused
+    "scheduler_metric",  # goes with validations: refused
+    "split_fn", "batch",  # rows that are no slices: refused
+    "step", "data", "optimizer_site", "compile", "count_flops", "weights", "resume", "fresh",
+}  # fmt: skip
+#: Nothing of it is in what is trained, or when.
+OF_THE_SESSION = {"detach", "cache", "cache_static", "save_path", "keep", "check", "progress"}
 ROWS = TensorDataset(torch.randn(10, 4), torch.arange(10) % 3)
 
 
@@ -178,6 +245,18 @@ def test_a_run_from_other_weights_says_so(session: Orchestrator, tmp_path: Path)
 def test_what_the_run_had_beside_training_is_named(session: Orchestrator, tmp_path: Path) -> None:
     run = trained(session, val_loader=DataLoader(ROWS, 4), patience=3)
     assert "Left out, which the run had: validation, patience." in run.export(tmp_path / "train.py").read_text()
+
+
+def test_every_option_is_written_or_named_or_refused(session: Orchestrator, tmp_path: Path) -> None:
+    assert {one.name for one in option_infos()} == {*WRITTEN, *ELSEWHERE, *OF_THE_SESSION}
+    session.share(SECOND_CELL, "second")
+    session.register_model("Normed")
+    given = {name: value for name, (value, _) in WRITTEN.items()} | {"checkpoint_dir": tmp_path / "kept"}
+    numbers = TensorDataset(torch.randn(12, 4), torch.randn(12, 3))
+    run = trained(session, DataLoader(numbers, 6, shuffle=True), val_loader=DataLoader(numbers, 6), **given)
+    text = run.export(tmp_path / "train.py").read_text()
+    told = " ".join(text.split())
+    assert [name for name, (_, words) in WRITTEN.items() if words not in text and words not in told] == []
 
 
 def test_a_form_for_others_says_data_mode_only(session: Orchestrator, tmp_path: Path) -> None:
