@@ -21,7 +21,7 @@ TAKEN = frozenset(
 #: Variables of its functions: what is called so outside gets a second name.
 _LOCALS = frozenset(
     ("args", "arguments", "batch", "batches", "batches_done", "block", "children", "config", "count", "counts", "criterion",
-     "data", "dataset", "device", "epoch", "epochs", "example", "fabric", "factor", "first", "first_epoch",
+     "data", "dataset", "device", "epoch", "epochs", "example", "fabric", "factor", "first", "first_epoch", "found",
      "gradient", "group", "grouped", "has_rows", "index", "inputs", "is_last", "kept", "kind", "last", "layer", "loss",
      "loss_of_step", "loss_sum", "losses", "made", "mean", "mesh", "metrics", "micro_batches", "model", "name", "neighbours",
      "norm", "number", "optimizer", "order", "outputs", "own", "parallel", "parameter", "parser", "parts", "pipe",
