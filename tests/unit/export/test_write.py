@@ -199,7 +199,7 @@ def test_names_of_the_users_that_the_program_has_variables_for_get_a_second_name
 ) -> None:
     run = trained(session, criterion="loss", scheduler="halves", accumulation_steps=2)
     text = run.export(tmp_path / "train.py").read_text()
-    assert "shared_loss = loss" in text and "loss = shared_loss(parallel(inputs), targets)" in text
+    assert "shared_loss = loss" in text and "loss = weight * shared_loss(parallel(inputs), targets)" in text
     assert "scheduler = halves(optimizer)" in text
     ast.parse(text)
 
@@ -208,7 +208,7 @@ def test_batches_by_name_and_a_shared_collate_function(session: Orchestrator, tm
     collate = vars(session._models.shared())["as_dict"]
     run = trained(session, DataLoader(ROWS, 4, collate_fn=collate), criterion=None, step="step")
     text = run.export(tmp_path / "train.py").read_text()
-    assert "loss = shared_step(parallel, batch)" in text and "collate_fn=as_dict" in text
+    assert "loss = weight * shared_step(parallel, batch)" in text and "collate_fn=as_dict" in text
     assert "batch = {name: part.to(device) for name, part in batch.items()}" in text
 
 
