@@ -221,7 +221,9 @@ class _Program:
 
     @property
     def keeps_buffers(self) -> bool:
-        """Whether the model may have buffers that training changes."""
+        """Whether replicas may come to buffers of their own."""
+        if self.shape.dp == 1 or self.spec.sync_batchnorm:
+            return False
         is_elsewhere = self.spec.model is not None and ":" in self.spec.model.name
         if not is_elsewhere and not any(
             re.search("norm|buffer", cell.text, re.IGNORECASE) for cell in self.facts.cells
@@ -429,7 +431,8 @@ class _Program:
             undefined=jinja2.StrictUndefined,
         )  # fmt: skip
         template = environment.get_template(f"{self.form}.py.jinja")
-        notes = [line for note in notes_of(self) for line in ("", *_filled(note))]
+        told = notes_of(self.facts, self.shape, self.data.is_other_order, self.is_random, self.keeps_buffers)
+        notes = [line for note in told for line in ("", *_filled(note))]
         aliases = sorted(self.names.aliases.items())
         context |= {"aliases": aliases, "notes": notes}
         own = template.render(**context, cells="", imports="")

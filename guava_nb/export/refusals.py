@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from torch import nn
 from torch.optim import lr_scheduler
 
 from guava_nb.errors import ConfigError
-from guava_nb.export.data_text import DataText
 from guava_nb.export.facts import ExportFacts
 from guava_nb.protocol.messages import Cell, Factory, ParallelSpec, RunSpec
 
-__all__ = ["Told", "check_exportable", "notes_of"]
+__all__ = ["check_exportable", "notes_of"]
 
 _OWN = dir(nn.Module)
 
@@ -120,41 +118,32 @@ def _function(factory: Factory, cells: Sequence[Cell]) -> ast.FunctionDef | None
     return None
 
 
-class Told(Protocol):
-    """What the notes need to know of a program."""
+def notes_of(
+    facts: ExportFacts, shape: ParallelSpec, is_other_order: bool, is_random: bool, keeps_buffers: bool
+) -> list[str]:
+    """Return paragraphs for the program's head on what is not as in the run.
 
-    facts: ExportFacts
-    shape: ParallelSpec
-    data: DataText
-
-    @property
-    def is_random(self) -> bool:
-        """Whether anything draws random numbers in a step."""
-
-    @property
-    def keeps_buffers(self) -> bool:
-        """Whether the model may have buffers that training changes."""
-
-
-def notes_of(program: Told) -> list[str]:
-    """Return paragraphs for the program's head on what is not as in the run."""
-    facts, spec, shape = program.facts, program.facts.spec, program.shape
+    Args:
+        facts, shape: of the run.
+        is_other_order: the program shuffles otherwise.
+        is_random: something draws random numbers in a step.
+        keeps_buffers: replicas may come to buffers of their own.
+    """
+    spec = facts.spec
     buffers = {"auto": "the mean", "average": "the mean", "sum": "the sum"}.get(spec.buffers, f"buffers={spec.buffers}")
     told = {
         "The run did not begin from its seed: give the weights from which it began with --weights, or a checkpoint with "
         "--resume.": not facts.is_from_seed or spec.pretrained,
         "The run drew its order from a generator in the middle of its stream: this program shuffles "
-        "otherwise.": program.data.is_other_order,
+        "otherwise.": is_other_order,
         f"The run sent gradients as {spec.wire}; here they are exchanged in full.": spec.wire != "fp32",
         f"Buffers that training changes (running statistics) became {buffers} of all workers' in the run; here each process has "
-        "its own, and those of the first are saved.": shape.dp > 1
-        and not spec.sync_batchnorm
-        and program.keeps_buffers,
+        "its own, and those of the first are saved.": keeps_buffers,
         "The optimizer, which the run had at the orchestrator, is on every process here; the numbers are the "
         "same.": spec.optimizer_site == "orchestrator",
         f"The run gave each worker {spec.threads} threads: set OMP_NUM_THREADS, which torchrun sets to 1.": spec.threads,
         "Random numbers (dropout) on split layers and stages are others than in the run.": (
-            program.is_random and (shape.tp > 1 or shape.pp > 1)
+            is_random and (shape.tp > 1 or shape.pp > 1)
         ),
         f"Left out, which the run had: {', '.join(facts.left_out)}.": facts.left_out,
         "SyncBatchNorm of torch needs GPUs.": spec.sync_batchnorm,
