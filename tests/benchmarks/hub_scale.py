@@ -451,7 +451,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.part and arguments.cores:
         here = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, here[: arguments.cores] if arguments.part == "serve" else here[arguments.cores :])
+        os.sched_setaffinity(
+            0, here[: arguments.cores] if arguments.part == "serve" else here[arguments.cores :] or here
+        )
     if arguments.part:
         (serve if arguments.part == "serve" else simulate)(arguments)
         return
