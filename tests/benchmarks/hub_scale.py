@@ -55,7 +55,9 @@ def serve(arguments: argparse.Namespace) -> None:
     side = round(math.sqrt(arguments.megabytes * 1e6 / 4))
     process, workers = psutil.Process(), int(arguments.workers)
     config = DistributedConfig(num_workers=workers, master_ip="127.0.0.1", master_port=0, snapshot_every_steps=0)
-    rounds = {"sync": "local", "outer": arguments.outer, "sync_every": arguments.every} if arguments.outer else {}
+    rounds: dict[str, Any] = (
+        {"sync": "local", "outer": arguments.outer, "sync_every": arguments.every} if arguments.outer else {}
+    )
     rounds |= {"wire": arguments.wire} if arguments.wire else {}
 
     def loader(steps: int) -> DataLoader[tuple[torch.Tensor, ...]]:
@@ -69,8 +71,12 @@ def serve(arguments: argparse.Namespace) -> None:
             orchestrator.wait_for_workers(timeout=PATIENCE_S)
             joined = {"join_s": time.perf_counter() - began, "join_rss": process.memory_info().rss - before}
             orchestrator.register_model("torch.nn:Linear", {"in_features": side, "out_features": side, "bias": False})
-            options = {"optimizer": "SGD", "optimizer_args": {"lr": 0.0}, "criterion": "MSELoss", "progress": False}
-            options |= rounds
+            options = rounds | {
+                "optimizer": "SGD",
+                "optimizer_args": {"lr": 0.0},
+                "criterion": "MSELoss",
+                "progress": False,
+            }
             if arguments.sessions:
                 orchestrator.start_training(loader(STEPS_OF_A_SESSION), **options)
             else:

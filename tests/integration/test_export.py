@@ -250,7 +250,7 @@ def test_a_program_for_ray_or_fabric_gives_the_losses_of_its_run_and_goes_on(
     assert complaints(program) == ""
     # Ray's local mode: its trainer and reports in the processes that torchrun starts, without a cluster.
     words = ["--workers", "0"] if form == "ray" else ["--devices", "2"]
-    here = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "RAY_TRAIN_V2_ENABLED": "1"}
+    here: dict[str, Any] = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "RAY_TRAIN_V2_ENABLED": "1"}
     assert started(program, *words, warm=False, **here) == pytest.approx(losses(run), abs=TOLERANCE)
     rest = started(program, *words, "--resume", str(tmp_path / "3.pt"), warm=False, **here)
     assert rest == pytest.approx(losses(run)[3:], abs=TOLERANCE)
