@@ -17,7 +17,10 @@ from guava_nb.launchers.board import Board
 from guava_nb.launchers.ranks import RanksLauncher, beating, code_for_rank
 from guava_nb.launchers.task_place import TaskPlace
 
-__all__ = ["orchestrate"]
+__all__ = ["SEVERAL", "orchestrate"]
+
+#: What to do where there is no other rank.
+SEVERAL = "start several processes, as in torchrun --nproc-per-node 4 -m guava_nb run --orchestrate train.py"
 
 #: What torchrun and its like set for the processes of a process group, which these are not.
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -34,10 +37,7 @@ def orchestrate(args: argparse.Namespace, task: TaskPlace, run_script: Callable[
     if args.join is not None:
         raise ConfigError("--orchestrate opens a session and joins none: leave --join out")
     if task.world_size is None or task.world_size < 2:
-        raise ConfigError(
-            "--orchestrate makes workers of ranks 1 and up, and there is rank 0 alone: start several processes, as in "
-            "torchrun --nproc-per-node 4 -m guava_nb run --orchestrate train.py"
-        )
+        raise ConfigError(f"--orchestrate makes workers of ranks 1 and up, and there is rank 0 alone: {SEVERAL}")
     if not 0 <= task.rank < task.world_size:
         raise ConfigError(f"there is no rank {task.rank} among {task.world_size} processes")
     board = board_of(task, os.environ, args.wait)

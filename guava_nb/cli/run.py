@@ -19,10 +19,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.cli.meeting import board_of, meet_at_board
-from guava_nb.cli.orchestrate import orchestrate
+from guava_nb.cli.orchestrate import SEVERAL, orchestrate
 from guava_nb.cli.worker import VARIABLE, ask_for_code, read_code
 from guava_nb.errors import ConfigError
-from guava_nb.launchers.task_place import TaskPlace, task_place
+from guava_nb.launchers.task_place import TaskPlace, number_of, task_place, way_to_a_place
 
 if TYPE_CHECKING:
     from guava_nb.backend.preset_group import Place, ProgramGroup
@@ -107,7 +107,11 @@ def _met(
     place: Place, args: argparse.Namespace, environ: MutableMapping[str, str]
 ) -> AbstractContextManager[ProgramGroup]:
     """The group of this place: at a hub whose code is known, by torchrun's store, or found by what started the processes."""
-    if place.code is not None or "MASTER_ADDR" in environ:
+    if place.code is not None or environ.get("MASTER_ADDR"):
+        if place.code is None and number_of(environ, "MASTER_PORT") is None:
+            raise ConfigError(
+                "MASTER_ADDR is set and MASTER_PORT is not: set both, the same in all processes, or neither"
+            )
         from guava_nb.backend.preset_group import ProgramGroup
 
         return ProgramGroup(place, _say)
@@ -122,12 +126,45 @@ def task_of(args: argparse.Namespace, environ: MutableMapping[str, str]) -> Task
         ConfigError: it is not told.
     """
     found = task_place(environ)
-    rank = _number("--rank", args.rank, "RANK", None if found is None else found.rank)
-    size = _number("--world-size", args.world_size, "WORLD_SIZE", None if found is None else found.world_size)
+    told = (number_of(environ, "RANK"), number_of(environ, "WORLD_SIZE"))
+    if found is not None:
+        _refuse_leftovers(found, environ)
+        told = (found.rank, told[1] if found.world_size is None else found.world_size)
+    way = SEVERAL if args.orchestrate and told == (None, None) else way_to_a_place(environ)
+    rank = _number("--rank", args.rank, "RANK", told[0], way)
+    size = _number("--world-size", args.world_size, "WORLD_SIZE", told[1], way)
     task = TaskPlace(LINE, rank, size) if found is None else replace(found, rank=rank, world_size=size)
     if found is not None:
         environ.update({name: value for name, value in task.variables().items() if name.startswith("LOCAL_")})
     return task
+
+
+def _refuse_leftovers(found: TaskPlace, environ: MutableMapping[str, str]) -> None:
+    """Refuse torchrun's variables that something else left: a starter within a starter has as many processes, or more."""
+    outer = task_place({name: text for name, text in environ.items() if name not in ("RANK", "WORLD_SIZE")})
+    size = None if outer is None else outer.world_size
+    if outer is not None and size is not None and found.world_size is not None and found.world_size < size:
+        raise ConfigError(
+            f"RANK is {found.rank} and WORLD_SIZE {found.world_size}, and {outer.by} says that this is rank {outer.rank} of "
+            f"{size}: unset RANK and WORLD_SIZE, which something else has left"
+        )
+
+
+def _refuse_unlike(task: TaskPlace, environ: MutableMapping[str, str]) -> None:
+    """Refuse a line with other numbers than what started the processes says: it is the same for all of them.
+
+    A line may say more processes: each that was started may start several.
+    """
+    found = task_place(environ)
+    if found is None or found.world_size is None or task.world_size is None or task.world_size > found.world_size:
+        return
+    for option, given, told in (
+        ("--rank", task.rank, found.rank), ("--world-size", task.world_size, found.world_size)
+    ):  # fmt: skip
+        if given != told:
+            raise ConfigError(
+                f"{option} {given} stands on the line, and {found.by} says {told}: leave it out, or give a join code (--join)"
+            )
 
 
 def place_from(args: argparse.Namespace, environ: MutableMapping[str, str]) -> Place:
@@ -140,19 +177,19 @@ def place_from(args: argparse.Namespace, environ: MutableMapping[str, str]) -> P
     rank, size = task.rank, task.world_size or 0
     if args.wait <= 0:
         raise ConfigError(f"--wait must be above 0 seconds, not {args.wait:g}")
-    launched = args.join is None and VARIABLE not in environ and ("MASTER_ADDR" in environ or task.by != LINE)
+    launched = args.join is None and VARIABLE not in environ and (bool(environ.get("MASTER_ADDR")) or task.by != LINE)
+    if launched:
+        _refuse_unlike(task, environ)
     code = None if launched else read_code(args.join, environ, ask_for_code)
     from guava_nb.backend.preset_group import Place  # imports torch, which takes seconds: a wrong line is told before
 
     return Place(rank, size, code, args.job, "guava" if args.backend == "auto" else args.backend, args.wait)
 
 
-def _number(option: str, given: int | None, variable: str, told: int | None) -> int:
+def _number(option: str, given: int | None, variable: str, told: int | None, way: str) -> int:
     number = told if given is None else given
     if number is None:
-        raise ConfigError(
-            f"{option} is missing, and {variable} is not set: give --rank (from 0) and --world-size, as in guava run -h"
-        )
+        raise ConfigError(f"{option} is missing, and {variable} is not set: {way}")
     return number
 
 

@@ -30,7 +30,6 @@ class DataText:
     call: str
     loader: str = ""
     drop_last: bool = False
-    all_seeds: bool = True
     seeds: tuple[int, ...] = ()
     stream_seed: int | None = None
     is_other_order: bool = False
@@ -104,7 +103,6 @@ def _order(made: DataText, facts: ExportFacts) -> None:
     known = [record.seeds[epoch] for epoch in range(facts.num_epochs) if epoch in record.seeds]
     made.is_other_order = 0 not in record.seeds
     made.seeds = () if made.is_other_order else tuple(known)
-    made.all_seeds = len(made.seeds) == facts.num_epochs
 
 
 def _look_lines(facts: ExportFacts) -> tuple[str, ...]:

@@ -141,6 +141,11 @@ class ExportFacts:
             "the log": plan.log,
             "unequal shares (every process takes an equal part)": plan.shares,
             "patience": plan.patience,
+            "checkpoints within an epoch": plan.save_every_steps or plan.save_every_s,
+            "the checkpoint of the best validation": plan.save_best,
+            "checkpoints without what is frozen": plan.base is not None,
+            "figures of energy": spec.tokens or spec.count_flops,
+            "the limit of bytes": plan.budget is not None,
         }
         return cls(
             run_id=run_id,

@@ -42,7 +42,7 @@ class Layout:
         styles: pattern of module names to a style's text.
         heads: modules to attributes of which each process has its part, such as a number of heads.
         whole: what guava_nb splits and torch leaves whole here, in words.
-        cuts: for an nn.Sequential: places at which stages begin and end; else empty.
+        cuts: for an nn.Sequential: places at which stages begin; else empty.
         begins: names of the modules that begin the second and later stages.
         stages: how many in all.
         again: modules whose activations are computed again.
@@ -80,7 +80,9 @@ def layout_of(model: nn.Module, spec: ParallelSpec) -> Layout:
     found = Layout(stages=spec.pp * spec.stages_per_rank if spec.pp > 1 else 1)
     found.again = tuple(matching(model, spec.checkpoint_activations, "checkpoint_activations"))
     if spec.zero_stage >= 2 and spec.dp > 1:
-        found.blocks = _loop([name for name, block in repeated_blocks(model).items() if not _is_tied(model, block)])
+        found.blocks = _loop(
+            model, [name for name, block in repeated_blocks(model).items() if not _is_tied(model, block)]
+        )
     if spec.tp > 1:
         _take_plan(found, model, make_plan(model, spec.tensor_plan, spec.tp), spec.tp)
     if spec.pp > 1:
@@ -88,15 +90,17 @@ def layout_of(model: nn.Module, spec: ParallelSpec) -> Layout:
     return found
 
 
-def _loop(names: Sequence[str]) -> str:
+def _loop(model: nn.Module, names: Sequence[str]) -> str:
     """Return an iterable of these modules, as a reader would write it."""
     parents = {name.rpartition(".")[0] for name in names}
     if not names:
         return ""
     if len(parents) == 1 and all(name.rpartition(".")[2].isdigit() for name in names):
         first, last = (int(name.rpartition(".")[2]) for name in (names[0], names[-1]))
-        path = _path(parents.pop())
-        return f"{path}[{first}:{last + 1}]" if last - first + 1 == len(names) else ""
+        parent = parents.pop()
+        if list(dict(model.get_submodule(parent).named_children())) == [name.rpartition(".")[2] for name in names]:
+            return _path(parent)  # all of them, also those that a reader will add
+        return f"{_path(parent)}[{first}:{last + 1}]" if last - first + 1 == len(names) else ""
     return f"map(model.get_submodule, {tuple(names)!r})".replace("'", '"')
 
 
@@ -186,7 +190,7 @@ def _cut(found: Layout, model: nn.Module, spec: ParallelSpec) -> None:
         )
     found.begins = split_model(model, found.stages, spec.split).begins[1:]
     if is_sequential and all(name in children for name in found.begins):
-        found.cuts = (0, *(children.index(name) for name in found.begins), len(children))
+        found.cuts = (0, *(children.index(name) for name in found.begins))
     elif spec.stages_per_rank > 1:
         raise ConfigError(
             "torch's tracing of a model that is no nn.Sequential gives each process one stage, and this run has "

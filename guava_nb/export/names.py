@@ -16,14 +16,14 @@ TAKEN = frozenset(
     ("build_data", "orders", "share", "epoch_data", "grouped", "seed_step", "stage_of", "clip_gradients", "whole", "part",
      "local", "by_name", "load_checkpoint", "save_checkpoint", "split_layers", "build_optimizer", "train", "main", "log", "SEED",
      "NUM_EPOCHS", "BATCH_SIZE", "ACCUMULATION_STEPS", "MAX_STEPS", "MAX_GRAD_NORM", "ORDER_SEED", "ORDER_SEEDS", "NUM_STAGES",
-     "MICRO_BATCHES", "CUTS")
+     "MICRO_BATCHES", "CUTS", "PP", "TP", "report")
 )  # fmt: skip
 #: Variables of its functions: what is called so outside gets a second name.
 _LOCALS = frozenset(
     ("args", "arguments", "batch", "batches", "batches_done", "block", "children", "config", "count", "counts", "criterion",
-     "data", "dataset", "device", "epoch", "epochs", "example", "fabric", "factor", "first", "first_epoch",
-     "gradient", "group", "grouped", "has_rows", "index", "inputs", "is_last", "kind", "layer", "loss",
-     "loss_of_step", "loss_sum", "losses", "made", "mean", "mesh", "micro_batches", "model", "name", "neighbours",
+     "data", "dataset", "device", "epoch", "epochs", "example", "fabric", "factor", "first", "first_epoch", "found",
+     "gradient", "group", "grouped", "has_rows", "index", "inputs", "is_last", "kept", "kind", "last", "layer", "loss",
+     "loss_of_step", "loss_sum", "losses", "made", "mean", "mesh", "metrics", "micro_batches", "model", "name", "neighbours",
      "norm", "number", "optimizer", "order", "outputs", "own", "parallel", "parameter", "parser", "parts", "pipe",
      "plan", "replica", "replicas", "resume", "rows", "save", "saved", "scaler", "schedule", "schedule_for",
      "scheduler", "seed", "stage", "stages", "state", "step", "step_rows", "sums", "targets", "trainer", "weight",

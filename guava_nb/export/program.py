@@ -19,7 +19,7 @@ from guava_nb.export.facts import ExportFacts
 from guava_nb.export.layout import Layout, classes_are_last, layout_of
 from guava_nb.export.loss import loss_text
 from guava_nb.export.names import TAKEN, Names
-from guava_nb.export.refusals import check_exportable
+from guava_nb.export.refusals import check_exportable, notes_of
 from guava_nb.export.source_text import call, cells_for, define, known_imports, literal
 from guava_nb.export.stage_text import StageText
 from guava_nb.protocol.messages import ParallelSpec
@@ -31,18 +31,6 @@ __all__ = ["program_text"]
 _AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _RANDOM = re.compile(
     r"\.(alpha_|feature_alpha_)?dropout(1d|2d|3d)?\(|dropout_p=|\brand|random|bernoulli|multinomial|normal_\(|uniform_\(|augment|noise"
-)
-#: What in a cell sees one process's samples in the program, and what a run makes of it.
-_OF_PARTS = (
-    (
-        re.compile(r"\.register_(hook|post_accumulate_grad_hook)\("),
-        "Hooks on a parameter's gradient get that of each process, and in the run that of the whole batch.",
-    ),
-    (
-        re.compile(r"\.register_buffer\("),
-        "Buffers that a forward changes follow one process's samples, and in the run those of all; where the loss reads them, "
-        "it differs.",
-    ),
 )
 
 
@@ -232,6 +220,19 @@ class _Program:
         )
 
     @property
+    def keeps_buffers(self) -> bool:
+        """Whether replicas may come to buffers of their own."""
+        if self.shape.dp == 1 or self.spec.sync_batchnorm:
+            return False
+        is_elsewhere = self.spec.model is not None and ":" in self.spec.model.name
+        if not is_elsewhere and not any(
+            re.search("norm|buffer", cell.text, re.IGNORECASE) for cell in self.facts.cells
+        ):
+            return False
+        own = any("register_buffer(" in cell.text for cell in self.facts.cells)
+        return self.spec.buffers != "auto" or any(own or buffer.is_floating_point() for buffer in self.model.buffers())
+
+    @property
     def is_ddp(self) -> bool:
         return self.shape.pp == 1 and self.shape.tp == 1 and self.shape.zero_stage < 2
 
@@ -241,12 +242,17 @@ class _Program:
         shape = self.shape
         if shape.pp == 1 and shape.tp == 1:
             return None
-        inner = shape.pp * shape.tp
-        axes = [("dp", f"dist.get_world_size() // {inner}")] if shape.dp > 1 else []
-        axes += [(name, str(size)) for name, size in (("pp", shape.pp), ("tp", shape.tp)) if size > 1]
+        axes = [("dp", f"dist.get_world_size() // {_grouped(self.inner)}")] if shape.dp > 1 else []
+        axes += [(name, name.upper()) for name, size in (("pp", shape.pp), ("tp", shape.tp)) if size > 1]
         comma = "," if len(axes) == 1 else ""
         names = ", ".join(f'"{name}"' for name, _ in axes)
         return {"shape": f"({', '.join(size for _, size in axes)}{comma})", "names": f"({names}{comma})"}
+
+    @property
+    def inner(self) -> str:
+        """How many processes have one replica, as text; "" for one."""
+        sizes = (("PP", self.shape.pp), ("TP", self.shape.tp))
+        return " * ".join(name for name, size in sizes if size > 1)
 
     def title(self) -> str:
         shape, forms = self.shape, {"ray": "Ray Train", "fabric": "Lightning Fabric"}
@@ -265,34 +271,6 @@ class _Program:
             words.append("data parallel" if not words else "and replicas of that")
         return ", ".join(words)
 
-    def notes(self) -> list[str]:
-        """Paragraphs of the program's docstring on what is not as in the run."""
-        facts, found = self.facts, []
-        if not facts.is_from_seed or self.spec.pretrained:
-            found.append(
-                "The run did not begin from its seed: give the weights from which it began with --weights, or a checkpoint "
-                "with --resume."
-            )
-        if self.data.is_other_order:
-            found.append(
-                "The run drew its order from a generator in the middle of its stream: this program shuffles otherwise."
-            )
-        if self.data.collates_parts:
-            found.append(
-                f"{self.facts.loader.collate} is called with each process's part of a batch: where it mixes samples, the "
-                "batches are others than in the run."
-            )
-        found += [told for one, told in _OF_PARTS if any(one.search(cell.text) for cell in facts.cells)]
-        if self.spec.wire != "fp32":
-            found.append(f"The run sent gradients as {self.spec.wire}; here they are exchanged in full.")
-        if self.is_random and (self.shape.tp > 1 or self.shape.pp > 1):
-            found.append("Random numbers (dropout) on split layers and stages are others than in the run.")
-        if facts.left_out:
-            found.append(f"Left out, which the run had: {', '.join(facts.left_out)}.")
-        if self.spec.sync_batchnorm:
-            found.append("SyncBatchNorm of torch needs GPUs.")
-        return found
-
     def constants(self) -> list[tuple[str, Any, str]]:
         spec, facts, found = self.spec, self.facts, list[tuple[str, Any, str]]()
         found.append(("SEED", spec.seed, ""))
@@ -310,19 +288,22 @@ class _Program:
             found.append(("ORDER_SEED", "SEED" if seed is None else seed, "of the order of the samples"))
         if self.data.by_index and self.data.order == "seeds":
             found.append(("ORDER_SEEDS", _wrapped(self.data.seeds, 14), "of each epoch's order"))
+        if self.shape.tp > 1:
+            found.append(("TP", self.shape.tp, "processes that share each layer"))
         if self.shape.pp > 1:
-            found.append(("NUM_STAGES", self.layout.stages, ""))
+            found.append(("PP", self.shape.pp, "processes that a batch passes"))
             found.append(
                 ("MICRO_BATCHES", self.shape.micro_batches, "parts of a batch that are in the pipeline at a time")
             )
             if self.layout.cuts:
-                found.append(("CUTS", self.layout.cuts, "layers at which the stages begin, and the end"))
+                found.append(("CUTS", self.layout.cuts, "layers at which the stages begin"))
+            found.append(("NUM_STAGES", "len(CUTS)" if self.layout.cuts else "PP", ""))
         return found
 
     def stages(self) -> dict[str, Any]:
         """What a pipeline needs beside the rest."""
         if self.shape.pp == 1:
-            return {"stage_lines": "", "one_shape": True}
+            return {"stage_lines": "", "traced": False}
         makes_groups = bool(self.optimizer()["function_optimizer"])
         return StageText(self.facts, self.shape, self.layout, self.loss_lines(), makes_groups).context()
 
@@ -343,6 +324,7 @@ class _Program:
             "parameter_names": "list[list[str]]",
         }  # fmt: skip
         parameters = ["path: str", *(f"{name}: {types[name]}" for name in state)]
+        saver, done = (["fabric: Fabric"] if self.form == "fabric" else []), "done: tuple[int, int, int]"
         order = "list(range(len(data)))" if self.data.order == "in turn" else "order"
         replicas = ["replica", "replicas"] if shape.dp > 1 else []
         by_index = self.data.by_index
@@ -350,9 +332,12 @@ class _Program:
         signature += ["first: int", *(f"{name}: int" for name in replicas)]
         return {
             "load_head": define("load_checkpoint", parameters, "tuple[int, int, int]"),
-            "save_head": define("save_checkpoint", [*parameters, "done: tuple[int, int, int]"], "None"),
+            "save_head": define("save_checkpoint", [*saver, *parameters, done], "None"),
+            "report_head": define("report", ["metrics: dict[str, Any]", *parameters[1:], done], "None"),
+            "state_arguments": ", ".join(state),
             "load_arguments": ", ".join(["resume", *state]),
-            "save_arguments": ", ".join(["save", *state]),
+            "save_arguments": ", ".join([*(["fabric"] if saver else []), "save", *state]),
+            "report_arguments": ", ".join(["metrics", *state]),
             "epoch_head": define("epoch_data", signature, "Iterator[tuple[Any, int]]"),
             "epoch_call": ", ".join(["data", *([order] if by_index else []), "batches_done", *replicas]),
         }
@@ -360,7 +345,7 @@ class _Program:
     def context(self) -> dict[str, Any]:
         spec, shape, layout, facts = self.spec, self.shape, self.layout, self.facts
         fsdp = shape.dp > 1 and shape.zero_stage >= 2
-        mesh, inner, dtensors = self.mesh(), shape.pp * shape.tp, fsdp or shape.tp > 1
+        mesh, inner, dtensors = self.mesh(), self.inner, fsdp or shape.tp > 1
         return {
             "model_name": spec.model.name.replace(":", ".").rpartition(".")[2] if spec.model else "",
             "title": self.title(), "version": installed_version(), "run_id": facts.run_id, "world": facts.workers,
@@ -372,7 +357,8 @@ class _Program:
             "fsdp_arguments": (', mesh=mesh["dp"]' if mesh else "")
             + (", reshard_after_forward=False" if shape.zero_stage == 2 else ""),
             "accumulate": facts.accumulation_steps > 1, "clip": spec.max_grad_norm is not None,
-            "max_steps": facts.max_steps is not None, "max_steps_batches": "batches_done",
+            "max_steps": facts.max_steps is not None,
+            "is_first": "fabric.is_global_zero" if self.form == "fabric" else "dist.get_rank() == 0",
             "double": spec.precision == "fp64", "bf16": spec.precision == "bf16", "fp16": spec.precision == "fp16",
             "autocast": "" if self.form == "fabric" else _AUTOCAST.get(spec.precision, ""),
             "channels_last": spec.channels_last, "compiles": spec.compile,
@@ -382,8 +368,8 @@ class _Program:
             "scheduler_interval": spec.scheduler_interval, "place_lines": self.place_lines(), "loss": self.loss_lines(),
             "seeds_steps": self.is_random, "seed_part": self.seat, **self.draws(), **self.stages(),
             "backward": self.backward, "told": self.told, "summed": self.summed, "clipped": self.clipped(),
-            "fixed_world": "" if inner == 1 else f" % {inner}" if shape.dp > 1 else f" != {inner}",
-            "fixed_text": f"this program needs {'a multiple of ' if shape.dp > 1 else ''}{inner} processes",
+            "fixed_world": inner and (f"% {_grouped(inner)}" if shape.dp > 1 else f"!= {inner}"),
+            "fixed_text": f"{'a multiple of ' if shape.dp > 1 else ''}{{{inner}}}",
         }  # fmt: skip
 
     def backward(self, text: str) -> str:
@@ -397,7 +383,10 @@ class _Program:
     def told(self, loss: str) -> str:
         """Return what tells of a step."""
         if self.form == "ray":
-            return f'ray.train.report({{"epoch": epoch + 1, "step": step, "loss": {loss}}})'
+            return (
+                f'metrics = {{"epoch": epoch + 1, "step": step, "loss": {loss}}}\n'
+                '            log.info("epoch %(epoch)d, step %(step)d: loss %(loss).8g", metrics)'
+            )
         return f'log.info("epoch %d, step %d: loss %.8g", epoch + 1, step, {loss})'
 
     def summed(self, name: str) -> str:
@@ -443,13 +432,18 @@ class _Program:
             undefined=jinja2.StrictUndefined,
         )  # fmt: skip
         template = environment.get_template(f"{self.form}.py.jinja")
-        notes = [line for note in self.notes() for line in ("", *_filled(note))]
+        told = notes_of(self.facts, self.shape, self.data, self.is_random, self.keeps_buffers)
+        notes = [line for note in told for line in ("", *_filled(note))]
         aliases = sorted(self.names.aliases.items())
         context |= {"aliases": aliases, "notes": notes}
         own = template.render(**context, cells="", imports="")
         self.names.imports.take_all(known_imports(own, cells, self.names.imports))
         text = template.render(**context, cells=cells, imports=self.names.imports.text())
         return re.sub(r"\n{4,}", "\n\n\n", text).rstrip() + "\n", self.tensors
+
+
+def _grouped(product: str) -> str:
+    return f"({product})" if " " in product else product
 
 
 def _filled(text: str) -> list[str]:

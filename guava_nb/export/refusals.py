@@ -1,20 +1,23 @@
-"""What of a run no plain program can do, in sentences."""
+"""What of a run no plain program can do, and what this one does otherwise, in sentences."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.optim import lr_scheduler
 
 from guava_nb.errors import ConfigError
+from guava_nb.export.data_text import DataText
 from guava_nb.export.facts import ExportFacts
-from guava_nb.protocol.messages import Cell, Factory, RunSpec
+from guava_nb.protocol.messages import Cell, Factory, ParallelSpec, RunSpec
 
-__all__ = ["check_exportable"]
+__all__ = ["check_exportable", "notes_of"]
 
 _OWN = dir(nn.Module)
+_GRADIENT_HOOK = re.compile(r"\.register_(hook|post_accumulate_grad_hook)\(")
 
 
 def check_exportable(facts: ExportFacts, form: str) -> None:
@@ -127,3 +130,41 @@ def _function(factory: Factory, cells: Sequence[Cell]) -> ast.FunctionDef | None
             if isinstance(statement, ast.FunctionDef) and statement.name == factory.name:
                 return statement
     return None
+
+
+def notes_of(
+    facts: ExportFacts, shape: ParallelSpec, data: DataText, is_random: bool, keeps_buffers: bool
+) -> list[str]:
+    """Return paragraphs for the program's head on what is not as in the run.
+
+    Args:
+        facts, shape: of the run.
+        data: what the program reads, and how.
+        is_random: something draws random numbers in a step.
+        keeps_buffers: replicas may come to buffers of their own.
+    """
+    spec = facts.spec
+    buffers = {"auto": "the mean", "average": "the mean", "sum": "the sum"}.get(spec.buffers, f"buffers={spec.buffers}")
+    told = {
+        "The run did not begin from its seed: give the weights from which it began with --weights, or a checkpoint with "
+        "--resume.": not facts.is_from_seed or spec.pretrained,
+        "The run drew its order from a generator in the middle of its stream: this program shuffles "
+        "otherwise.": data.is_other_order,
+        f"{facts.loader.collate} is called with each process's part of a batch: where it mixes samples, the batches are others "
+        "than in the run.": data.collates_parts,
+        "Hooks on a parameter's gradient get that of each process, and in the run that of the whole batch.": any(
+            _GRADIENT_HOOK.search(cell.text) for cell in facts.cells
+        ),
+        f"The run sent gradients as {spec.wire}; here they are exchanged in full.": spec.wire != "fp32",
+        f"Buffers that training changes (running statistics) became {buffers} of all workers' in the run; here each process has "
+        "its own, and those of the first are saved.": keeps_buffers,
+        "The optimizer, which the run had at the orchestrator, is on every process here; the numbers are the "
+        "same.": spec.optimizer_site == "orchestrator",
+        f"The run gave each worker {spec.threads} threads: set OMP_NUM_THREADS, which torchrun sets to 1.": spec.threads,
+        "Random numbers (dropout) on split layers and stages are others than in the run.": (
+            is_random and (shape.tp > 1 or shape.pp > 1)
+        ),
+        f"Left out, which the run had: {', '.join(facts.left_out)}.": facts.left_out,
+        "SyncBatchNorm of torch needs GPUs.": spec.sync_batchnorm,
+    }
+    return [sentence for sentence, holds in told.items() if holds]

@@ -199,9 +199,12 @@ def _refuse_guava(cell: Cell) -> None:
 
 #: What programs import for the names that they use.
 _KNOWN = (
-    "import argparse", "import gc", "import hashlib", "import itertools", "import logging", "import os", "import random",
-    "import numpy as np", "import torch", "import torch.distributed as dist", "from collections import OrderedDict",
-    "from collections.abc import Iterable, Iterator, Sequence", "from functools import cache, partial",
+    "import argparse", "import gc", "import hashlib", "import itertools", "import logging", "import os",
+    "import random",
+    "import tempfile", "import numpy as np",
+    "import torch", "import torch.distributed as dist", "from collections import OrderedDict",
+    "from collections.abc import Iterable, Iterator, Sequence", "from fnmatch import fnmatch",
+    "from functools import cache, partial",
     "from itertools import islice", "from math import gcd", "from pathlib import Path", "from typing import Any",
     "from torch import nn", "from torch.distributed.device_mesh import DeviceMesh, init_device_mesh",
     "from torch.distributed.fsdp import fully_shard", "from torch.distributed.optim import ZeroRedundancyOptimizer",
@@ -212,7 +215,7 @@ _KNOWN = (
     "from torch.nn.parallel import DistributedDataParallel", "from torch.utils._pytree import tree_leaves, tree_map",
     "from torch.utils._pytree import tree_map_only", "from torch.utils.checkpoint import checkpoint",
     "from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset", "import ray.train.torch",
-    "from ray.train.torch import TorchTrainer", "from lightning.fabric import Fabric",
+    "from ray.train import Checkpoint", "from ray.train.torch import TorchTrainer", "from lightning.fabric import Fabric",
 )  # fmt: skip
 
 

@@ -46,15 +46,17 @@ class StageText:
             *self._stages(),
             *self._loss_sum(),
         ]
-        one_shape = self.has_one_shape
-        if not self.layout.cuts and not one_shape:
+        if not self.layout.cuts and not self.has_one_shape:
             raise ConfigError(
                 f"{self.facts.run_id} cannot be exported: torch traces a model that is no nn.Sequential for one shape of "
                 "micro-batches, and this run's batches have several: make their number divide by micro_batches and replicas, and "
                 "give the loader drop_last=True; or make the model an nn.Sequential of its blocks"
             )
-        lines += self._schedule(one_shape)
-        return {"stage_lines": "\n".join(f"    {line}" if line else "" for line in lines), "one_shape": one_shape}
+        lines += self._schedule()
+        return {
+            "stage_lines": "\n".join(f"    {line}" if line else "" for line in lines),
+            "traced": not self.layout.cuts,
+        }
 
     @property
     def has_one_shape(self) -> bool:
@@ -76,7 +78,7 @@ class StageText:
             return ["stages = stage_of(model, stage)"]
         if layout.cuts:
             return [
-                f"parts = {{index: stage_of(model, index) for index in range(stage, NUM_STAGES, {self.shape.pp})}}",
+                "parts = {index: stage_of(model, index) for index in range(stage, NUM_STAGES, PP)}",
                 "children = [child for part in parts.values() for child in part.named_children()]",
                 "stages = nn.Sequential(OrderedDict(children))",
             ]
@@ -88,11 +90,13 @@ class StageText:
         dtype, shape = self.facts.loader.record.look[0]
         if self.facts.spec.precision == "fp64" and "float" in dtype:
             dtype = "float64"
-        rows = (self.facts.loader.batch_size or 1) // (self.shape.dp * self.shape.micro_batches)
+        rows = "BATCH_SIZE" if self.facts.loader.by_index else str(self.facts.loader.batch_size)
+        rows += " // (replicas * MICRO_BATCHES)" if self.shape.dp > 1 else " // MICRO_BATCHES"
         example = ", ".join(map(str, (rows, *shape[1:])))
         split = [f"{literal(name)}: SplitPoint.BEGINNING" for name in layout.begins]
         return [
-            f"example = torch.zeros({example}, dtype=torch.{dtype}, device=device)  # a micro-batch, to trace the model with",
+            "# Torch traces the model with a micro-batch, and all others must have its shape.",
+            f"example = torch.zeros({example}, dtype=torch.{dtype}, device=device)",
             f"pipe = pipeline(model, (example,), split_spec={{{', '.join(split)}}})",
             "stages = pipe.get_stage_module(stage)",
         ]
@@ -113,12 +117,12 @@ class StageText:
             body = [*lines, last, "return loss"]
         return [*found, *(f"    {line}" for line in body), ""]
 
-    def _schedule(self, one_shape: bool) -> list[str]:
+    def _schedule(self) -> list[str]:
         shape = self.shape
         name = _SCHEDULES[shape.schedule if shape.stages_per_rank > 1 or shape.schedule != "interleaved" else "gpipe"]
         if name == "Schedule1F1B" and shape.micro_batches < self.layout.stages:
             name = "ScheduleGPipe"  # torch refuses the other, which would do the same
-        if one_shape:
+        if not self.layout.cuts:
             return [*self._made(), self._called(name, "MICRO_BATCHES", 11, 4)]
         kind = name
         lines = [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from guava_nb.errors import ConfigError
 
-__all__ = ["TaskPlace", "task_place"]
+__all__ = ["TaskPlace", "number_of", "task_place", "way_to_a_place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,26 @@ def task_place(environ: Mapping[str, str]) -> TaskPlace | None:
         if place is not None:
             return place
     return None
+
+
+def number_of(environ: Mapping[str, str], name: str) -> int | None:
+    """Read one variable; None where it is not set.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    return _Variables(environ).number(name)
+
+
+def way_to_a_place(environ: Mapping[str, str]) -> str:
+    """Return what to do, in words, in a process that no starter gave a place."""
+    if job := _Variables(environ).text("SLURM_JOB_ID", "SLURM_JOBID"):
+        return f"this is the batch script or the shell of Slurm's job {job}, one process: start the tasks with srun guava run ..."
+    if environ.get("KUBERNETES_SERVICE_HOST"):
+        return (
+            "in Kubernetes give the Job completionMode: Indexed, and its pods WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
+    return "give --rank (from 0) and --world-size, as in guava run -h"
 
 
 class _Variables:

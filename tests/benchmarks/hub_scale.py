@@ -31,7 +31,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,10 @@ def serve(arguments: argparse.Namespace) -> None:
     side = round(math.sqrt(arguments.megabytes * 1e6 / 4))
     process, workers = psutil.Process(), int(arguments.workers)
     config = DistributedConfig(num_workers=workers, master_ip="127.0.0.1", master_port=0, snapshot_every_steps=0)
-    rounds = {"sync": "local", "outer": arguments.outer, "sync_every": arguments.every} if arguments.outer else {}
+    rounds: dict[str, Any] = (
+        {"sync": "local", "outer": arguments.outer, "sync_every": arguments.every} if arguments.outer else {}
+    )
+    rounds |= {"wire": arguments.wire} if arguments.wire else {}
 
     def loader(steps: int) -> DataLoader[tuple[torch.Tensor, ...]]:
         data = TensorDataset(torch.zeros(workers, side), torch.zeros(workers, side))
@@ -68,8 +71,12 @@ def serve(arguments: argparse.Namespace) -> None:
             orchestrator.wait_for_workers(timeout=PATIENCE_S)
             joined = {"join_s": time.perf_counter() - began, "join_rss": process.memory_info().rss - before}
             orchestrator.register_model("torch.nn:Linear", {"in_features": side, "out_features": side, "bias": False})
-            options = {"optimizer": "SGD", "optimizer_args": {"lr": 0.0}, "criterion": "MSELoss", "progress": False}
-            options |= rounds
+            options = rounds | {
+                "optimizer": "SGD",
+                "optimizer_args": {"lr": 0.0},
+                "criterion": "MSELoss",
+                "progress": False,
+            }
             if arguments.sessions:
                 orchestrator.start_training(loader(STEPS_OF_A_SESSION), **options)
             else:
@@ -288,12 +295,39 @@ class Worker:
 
 
 def simulate(arguments: argparse.Namespace) -> None:
-    """Be the workers: for each join code on stdin, join, and work until that session ends."""
+    """Be the workers: for each join code on stdin, join, and work until that session ends.
+
+    Parts of them are processes of their own, forked when torch is loaded.
+    """
+    import guava_nb.worker.preparation  # noqa: F401
+
+    most, inputs = int(arguments.in_a_process), list[Any]()
+    for first in range(0, int(arguments.workers), most):
+        source, sink = os.pipe()
+        if os.fork() == 0:
+            os.close(sink)
+            for other in inputs:
+                other.close()
+            join_and_work(os.fdopen(source), min(most, int(arguments.workers) - first), arguments)
+            os._exit(0)
+        os.close(source)
+        inputs.append(os.fdopen(sink, "w", buffering=1))
+    for line in sys.stdin:
+        for part in inputs:
+            part.write(line)
+    for part in inputs:
+        part.close()
+    for _ in inputs:
+        os.wait()
+
+
+def join_and_work(codes: Iterable[str], count: int, arguments: argparse.Namespace) -> None:
+    """Be so many workers in each session."""
     from guava_nb.protocol.joincode import JoinCode
 
-    for line in sys.stdin:
+    for line in codes:
         code, fleet = JoinCode.decode(line), Fleet()
-        workers = [Worker(fleet, code, f"w{index}") for index in range(int(arguments.workers))]
+        workers = [Worker(fleet, code, f"w{index}") for index in range(count)]
         over = threading.Event()
         if arguments.churn:
             churn = threading.Thread(target=come_and_go, args=(fleet, code, workers, 60 / arguments.churn, over))
@@ -330,39 +364,31 @@ class Pair:
             python, str(Path(__file__).resolve()), "--megabytes", str(arguments.megabytes),
             "--seconds", str(arguments.seconds), "--sessions", str(arguments.sessions), "--every", str(arguments.every),
             "--churn", str(arguments.churn), *(["--outer", arguments.outer] if arguments.outer else []),
+            *(["--wire", arguments.wire] if arguments.wire else []), "--cores", str(arguments.cores),
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(tree)}
         hub = [*command, "--workers", str(workers), "--part", "serve"]
         self._hub = subprocess.Popen(hub, stdout=subprocess.PIPE, text=True, env=environment)
-        most: int = arguments.in_a_process
-        parts = [min(most, workers - first) for first in range(0, workers, most)]
-        self._workers = [
-            subprocess.Popen(
-                [*command, "--workers", str(part), "--part", "simulate"],
-                stdin=subprocess.PIPE,
-                text=True,
-                env={**environment, "OMP_NUM_THREADS": "1"},
-            )
-            for part in parts
-        ]
+        self._workers = subprocess.Popen(
+            [*command, "--workers", str(workers), "--in-a-process", str(arguments.in_a_process), "--part", "simulate"],
+            stdin=subprocess.PIPE, text=True, env={**environment, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
 
     def results(self) -> list[dict[str, Any]]:
         """What the orchestrator told; each join code goes on to the workers."""
         assert self._hub.stdout is not None
-        told, inputs = [], [workers.stdin for workers in self._workers if workers.stdin is not None]
+        told, codes = list[dict[str, Any]](), self._workers.stdin
+        assert codes is not None
         for line in self._hub.stdout:
             news = json.loads(line)
             if "code" in news:
-                for stdin in inputs:
-                    stdin.write(news["code"] + "\n")
-                    stdin.flush()
+                codes.write(news["code"] + "\n")
+                codes.flush()
             else:
                 told.append(news)
-        for stdin in inputs:
-            stdin.close()
+        codes.close()
         assert self._hub.wait(60) == 0, "the orchestrator failed"
-        for workers in self._workers:
-            workers.wait(60)
+        self._workers.wait(60)
         return told
 
 
@@ -420,13 +446,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     # Each has four threads, and thousands in one process mostly wait for each other.
     parser.add_argument("--in-a-process", type=int, default=250, help="most simulated workers of one process")
+    parser.add_argument("--cores", type=int, default=0, help="of the orchestrator, and all others for the workers")
     parser.add_argument("--outer", help="rounds of local steps with this outer method")
+    parser.add_argument("--wire", help="format of gradients, or of what a round's steps came to")
     parser.add_argument("--every", type=int, default=5, help="steps of a round")
     parser.add_argument("--churn", type=float, default=0.0, help="workers a minute that go, and as many that come")
     parser.add_argument("--sessions", type=int, default=0)
     parser.add_argument("--base", metavar="PATH", help="another checkout to compare with")
     parser.add_argument("--part", choices=("serve", "simulate"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.part and arguments.cores:
+        here = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(
+            0, here[: arguments.cores] if arguments.part == "serve" else here[arguments.cores :] or here
+        )
     if arguments.part:
         (serve if arguments.part == "serve" else simulate)(arguments)
         return

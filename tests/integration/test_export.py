@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -176,7 +177,7 @@ def started(program: Path, *words: str, processes: int = 2, warm: bool = True, *
         process.communicate()
         raise
     assert process.returncode == 0, output
-    return [float(value) for value in re.findall(r"loss (\S+)", output)]
+    return [float(value) for value in re.findall(r"step \d+: loss (\S+)", output)]
 
 
 def losses(run: Run) -> list[float]:
@@ -232,6 +233,27 @@ def test_a_program_goes_on_from_a_checkpoint_of_the_run_and_of_its_own(
         assert torch.allclose(value, ours["model"][key], atol=1e-5)
     rest = started(program, "--resume", str(tmp_path / f"{steps // 2}.pt"))
     assert rest == pytest.approx(losses(run)[steps // 2 :], abs=TOLERANCE)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("form", "module"), [("ray", "ray"), ("fabric", "lightning")])
+def test_a_program_for_ray_or_fabric_gives_the_losses_of_its_run_and_goes_on(
+    orchestrator: Orchestrator, tmp_path: Path, form: str, module: str
+) -> None:
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed: pip install {'ray[train]' if form == 'ray' else module}")
+    for end in (3, 6):  # the same order, because the loader has a generator of its own
+        order = torch.Generator().manual_seed(7)
+        run = trained(orchestrator, "data", order=order, max_steps=end, num_epochs=None)
+        orchestrator.save_checkpoint(tmp_path / f"{end}.pt")
+    program = run.export(tmp_path / "train.py", form=form, save_data=True)
+    assert complaints(program) == ""
+    # Ray's local mode: its trainer and reports in the processes that torchrun starts, without a cluster.
+    words = ["--workers", "0"] if form == "ray" else ["--devices", "2"]
+    here: dict[str, Any] = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "RAY_TRAIN_V2_ENABLED": "1"}
+    assert started(program, *words, warm=False, **here) == pytest.approx(losses(run), abs=TOLERANCE)
+    rest = started(program, *words, "--resume", str(tmp_path / "3.pt"), warm=False, **here)
+    assert rest == pytest.approx(losses(run)[3:], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", CASES)

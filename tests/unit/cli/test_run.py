@@ -13,6 +13,11 @@ from guava_nb.cli.run import Outcome, place_from, run_program
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.joincode import JoinCode
 
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,13 +96,57 @@ def test_a_traceback_shows_the_program_alone(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_an_mpi_needs_neither_code_nor_numbers() -> None:
-    environ = {
-        "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    }  # fmt: skip
+    environ = dict(MPI)
     place = place_from(build_parser().parse_args(["run", "train.py"]), environ)
     assert (place.rank, place.world_size, place.code) == (3, 4, None)
     assert (environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"]) == ("1", "2"), "the program picks its GPU by it"
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "sentence"),
+    [
+        (["--world-size", "4"], {"WORLD_SIZE": "4"}, "--rank is missing, and RANK is not set: give --rank"),
+        ([], {"RANK": "1"}, "--world-size is missing, and WORLD_SIZE is not set"),
+        ([], {"RANK": "one", "WORLD_SIZE": "4"}, "RANK should be a whole number and is 'one'"),
+        ([], {"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "x"}, "no rank 4 among 4"),
+        (
+            [],
+            {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+            "the batch script or the shell of Slurm's job 17",
+        ),
+        ([], {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "completionMode: Indexed"),
+        ([], {"JOB_COMPLETION_INDEX": "2"}, "--world-size is missing"),
+        ([], {**MPI, "RANK": "0", "WORLD_SIZE": "1"}, "Open MPI says that this is rank 3 of 4: unset RANK"),
+        (["--rank", "0"], MPI, "--rank 0 stands on the line, and Open MPI says 3"),
+        (["--world-size", "2", "--rank", "1"], MPI, "--rank 1 stands on the line"),
+    ],
+)
+def test_what_says_half_of_a_place_or_two(line: list[str], environ: dict[str, str], sentence: str) -> None:
+    args = build_parser().parse_args(["run", *line, "train.py"])
+    with pytest.raises(ConfigError, match=sentence):
+        place_from(args, dict(environ))
+
+
+def test_one_number_may_stand_on_the_line_and_the_other_in_the_environment() -> None:
+    args = build_parser().parse_args(["run", "--world-size", "4", "train.py"])
+    place = place_from(args, {"RANK": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"})
+    assert (place.rank, place.world_size) == (1, 4)
+
+
+def test_a_start_within_a_start_has_its_own_numbers() -> None:
+    ranks = {"RANK": "7", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    assert place_from(build_parser().parse_args(["run", "train.py"]), {**MPI, **ranks}).rank == 7
+    args = build_parser().parse_args(["run", "--rank", "7", "--world-size", "8", "train.py"])
+    assert place_from(args, dict(MPI)).rank == 7
+
+
+def test_half_of_an_address_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("raise AssertionError('it must not run')")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ConfigError, match="MASTER_PORT is not: set both"):
+        run.run(build_parser().parse_args(["run", str(tmp_path / "train.py")]))
 
 
 def test_a_code_leads_away_from_what_started_the_process() -> None:
@@ -110,6 +159,7 @@ def test_a_code_leads_away_from_what_started_the_process() -> None:
     ("line", "environ", "sentence"),
     [
         ([], {"RANK": "0", "WORLD_SIZE": "1"}, "there is rank 0 alone"),
+        ([], {}, "start several processes, as in torchrun"),
         (["--rank", "2", "--world-size", "2"], {}, "no rank 2 among 2"),
         (["--join", "x"], {"RANK": "0", "WORLD_SIZE": "2"}, "opens a session and joins none"),
         ([], {"PMI_RANK": "0", "PMI_SIZE": "2"}, "set MASTER_ADDR"),

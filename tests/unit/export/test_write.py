@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from guava_nb import Orchestrator, WorkerData
+from guava_nb import Callback, Orchestrator, WorkerData
 from guava_nb.errors import ConfigError
 from guava_nb.export.blanks import to_be_filled_in
 from guava_nb.export.facts import ExportFacts
 from guava_nb.export.refusals import check_exportable
 from guava_nb.protocol.messages import Cell, ParallelSpec
+from guava_nb.spec.training_options import option_infos
 from guava_nb.training.run import Run
 from tests.support.session import direct_session
 from tests.support.training import spec as run_spec
@@ -75,6 +76,72 @@ def as_lists(samples):
 def of_lists(model, batch):
     return loss(model(torch.stack(batch["x"])), torch.stack(batch["y"]))
 '''
+CELL += '''
+
+def twice(batch):
+    """Return inputs twice as large."""
+    return batch[0] * 2, batch[1]
+
+
+def count(batch):
+    """Return how many numbers a batch has."""
+    return batch[0].numel()
+'''
+SECOND_CELL = '''
+class Normed(nn.Module):
+    """A layer with running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.norm.bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.norm(x))
+'''
+#: Each option: a value, and what a program then says.
+WRITTEN: dict[str, tuple[Any, str]] = {
+    "num_epochs": (2, "NUM_EPOCHS = 2"),
+    "max_steps": (3, "MAX_STEPS = 3"),
+    "criterion": ("MSELoss", "criterion = nn.MSELoss("),
+    "criterion_args": ({"reduction": "mean"}, "nn.MSELoss("),
+    "optimizer": ("SGD", "torch.optim.SGD(model.parameters()"),
+    "optimizer_args": ({"lr": 0.25}, "lr=0.25"),
+    "scheduler": ("StepLR", "torch.optim.lr_scheduler.StepLR(optimizer"),
+    "scheduler_args": ({"step_size": 7}, "step_size=7"),
+    "scheduler_interval": ("epoch", "        scheduler.step()\n        batches_done = 0"),
+    "max_grad_norm": (0.5, "MAX_GRAD_NORM = 0.5"),
+    "accumulation_steps": (2, "ACCUMULATION_STEPS = 2"),
+    "precision": ("bf16", "dtype=torch.bfloat16"),
+    "channels_last": (True, "memory_format=torch.channels_last"),
+    "seed": (9, "SEED = 9"),
+    "preprocess": ("twice", "inputs, targets = twice(batch)"),
+    "augment": ("twice", "batch = twice(batch)"),
+    "val_interval": (2, "validation"),
+    "shares": ([2.0, 1.0], "unequal shares"),
+    "wire": ("bf16", "sent gradients as bf16"),
+    "buffers": ("first", "buffers=first"),
+    "callbacks": ([Callback()], "callbacks"),
+    "metrics": (None, "validation"),  # they belong to validations
+    "tokens": ("count", "figures of energy"),
+    "threads": (1, "gave each worker 1 threads"),
+    "save_every": (50, "checkpoints within an epoch"),
+    "save_best": ("loss", "the checkpoint of the best validation"),
+    "patience": (3, "patience"),
+    "log": ("csv", "the log"),
+    "save_only": ("trainable", "checkpoints without what is frozen"),
+    "budget_bytes": ("1GB", "the limit of bytes"),
+    "checkpoint_dir": (None, ""),  # given by the test
+}
+#: Told by tests of their own here or in test_export.py: what is refused, what makes two runs, what goes with another option.
+ELSEWHERE = {
+    "sync", "sync_every", "outer", "outer_lr", "outer_momentum", "outer_args", "sync_delay", "mixing",  # local sync: refused
+    "scheduler_metric",  # goes with validations: refused
+    "split_fn", "batch",  # rows that are no slices: refused
+    "step", "data", "optimizer_site", "compile", "count_flops", "weights", "resume", "fresh",
+}  # fmt: skip
+#: Nothing of it is in what is trained, or when.
+OF_THE_SESSION = {"detach", "cache", "cache_static", "save_path", "keep", "check", "progress"}
 ROWS = TensorDataset(torch.randn(10, 4), torch.arange(10) % 3)
 
 
@@ -159,7 +226,7 @@ def test_names_of_the_users_that_the_program_has_variables_for_get_a_second_name
 ) -> None:
     run = trained(session, criterion="loss", scheduler="halves", accumulation_steps=2)
     text = run.export(tmp_path / "train.py").read_text()
-    assert "shared_loss = loss" in text and "loss = shared_loss(parallel(inputs), targets)" in text
+    assert "shared_loss = loss" in text and "loss = weight * shared_loss(parallel(inputs), targets)" in text
     assert "scheduler = halves(optimizer)" in text
     ast.parse(text)
 
@@ -168,7 +235,7 @@ def test_batches_by_name_and_a_shared_collate_function(session: Orchestrator, tm
     collate = vars(session._models.shared())["as_dict"]
     run = trained(session, DataLoader(ROWS, 4, collate_fn=collate), criterion=None, step="step")
     text = run.export(tmp_path / "train.py").read_text()
-    assert "loss = shared_step(parallel, batch)" in text and "collate_fn=as_dict" in text
+    assert "loss = weight * shared_step(parallel, batch)" in text and "collate_fn=as_dict" in text
     assert "batch = {name: part.to(device) for name, part in batch.items()}" in text
     epoch_data = runpy.run_path(str(tmp_path / "train.py"))["epoch_data"]
     parts = [list(epoch_data(ROWS, list(range(9)), 1, replica, 2)) for replica in (0, 1)]
@@ -182,15 +249,13 @@ def test_batches_by_name_and_a_shared_collate_function(session: Orchestrator, tm
 def test_what_sees_a_part_in_the_program_and_the_whole_in_the_run_is_told(
     session: Orchestrator, tmp_path: Path
 ) -> None:
-    session.share("def watch(net):\n    net.weight.register_hook(print)\n    net.register_buffer('n', None)\n", "hooks")
+    session.share("def watch(net):\n    net.weight.register_hook(print)\n", "hooks")
     collate = vars(session._models.shared())["as_lists"]
     run = trained(session, DataLoader(ROWS, 4, collate_fn=collate), criterion=None, step="of_lists")
     text = run.export(tmp_path / "train.py").read_text()
     told = " ".join(text.split())
     assert "as_lists is called with each process's part of a batch" in told and "batch_sampler=mine" in text
-    assert (
-        "Hooks on a parameter's gradient get that of each process" in told and "Buffers that a forward changes" in told
-    )
+    assert "Hooks on a parameter's gradient get that of each process" in told
 
 
 def test_data_that_workers_make_is_made_by_the_program_too(session: Orchestrator, tmp_path: Path) -> None:
@@ -226,6 +291,18 @@ def test_a_run_from_other_weights_says_so(session: Orchestrator, tmp_path: Path)
 def test_what_the_run_had_beside_training_is_named(session: Orchestrator, tmp_path: Path) -> None:
     run = trained(session, val_loader=DataLoader(ROWS, 4), patience=3)
     assert "Left out, which the run had: validation, patience." in run.export(tmp_path / "train.py").read_text()
+
+
+def test_every_option_is_written_or_named_or_refused(session: Orchestrator, tmp_path: Path) -> None:
+    assert {one.name for one in option_infos()} == {*WRITTEN, *ELSEWHERE, *OF_THE_SESSION}
+    session.share(SECOND_CELL, "second")
+    session.register_model("Normed")
+    given = {name: value for name, (value, _) in WRITTEN.items()} | {"checkpoint_dir": tmp_path / "kept"}
+    numbers = TensorDataset(torch.randn(12, 4), torch.randn(12, 3))
+    run = trained(session, DataLoader(numbers, 6, shuffle=True), val_loader=DataLoader(numbers, 6), **given)
+    text = run.export(tmp_path / "train.py").read_text()
+    told = " ".join(text.split())
+    assert [name for name, (_, words) in WRITTEN.items() if words not in text and words not in told] == []
 
 
 def test_a_form_for_others_says_data_mode_only(session: Orchestrator, tmp_path: Path) -> None:
