@@ -421,6 +421,10 @@ class Cluster:
         """Return the name of a member's device."""
         return self.roster.members[rank].hello.device_name
 
+    def machine(self, rank: int) -> str:
+        """Return the name of a member's machine."""
+        return self.roster.members[rank].hello.hostname
+
     def members(self) -> list[Member]:
         """Return all seats."""
         return list(self.roster)

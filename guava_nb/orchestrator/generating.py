@@ -37,6 +37,7 @@ class Generating:
         seed: int = 0,
         tokenizer: Any = None,
         on_done: Callable[[int, Any], None] = lambda number, found: None,
+        on_tokens: Callable[[int, Any], None] = lambda number, found: None,
         progress: bool | Progress = True,
         **more: Any,
     ) -> list[str] | list[list[int]]:
@@ -55,6 +56,8 @@ class Generating:
             tokenizer: makes tokens of text and text of tokens (`encode`, `decode`, and `eos_token_id` where it has one); it stays
                 here.
             on_done: called with the number of a prompt and what follows it, in their order, as they come.
+            on_tokens: called with the number of a prompt in work and what follows it so far, a few times a second, those of
+                several prompts among each other; not with beams, which take tokens back.
             progress: as for `validate`; counts prompts.
             more: `end`, the token after which a prompt is done, if not the tokenizer's; `context`, how many of the last tokens
                 the model sees at most, as one with a table of positions needs it; and further arguments of transformers'
@@ -87,7 +90,8 @@ class Generating:
         replica_set, cluster = self._for_question(None, None), self._open_cluster()
         with reporting("generating", progress) as report:
             generate(
-                cluster, replica_set, rows, sampling, on_done=done, grace_s=self.config.interrupt_grace_s, progress=report
+                cluster, replica_set, rows, sampling, on_done=done, progress=report,
+                on_tokens=lambda number, tokens: on_tokens(number, text(tokens)), grace_s=self.config.interrupt_grace_s,
             )  # fmt: skip
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from guava_nb.render.charts import Chart, Line, smoothed, tick_text
+from guava_nb.render.charts import Chart, Line, smoothed
 from guava_nb.status import Points
 
 __all__ = ["charts_html"]
@@ -46,30 +46,31 @@ def _svg(chart: Chart, smoothing: float) -> str:
 def _title(chart: Chart) -> str:
     named = [(number, line) for number, line in enumerate(chart.lines) if line.name and line.name != chart.title]
     legend = "".join(
-        f'<tspan dx="14" fill="{_COLOURS[number % len(_COLOURS)]}">{escape(line.name)} {_last(line)}</tspan>'
+        f'<tspan dx="14" fill="{_COLOURS[number % len(_COLOURS)]}">{escape(line.name)} {_last(chart, line)}</tspan>'
         for number, line in named
     )
-    figure = "" if named else f'<tspan dx="14">{_last(chart.lines[0])}</tspan>'
+    figure = "" if named else f'<tspan dx="14">{_last(chart, chart.lines[0])}</tspan>'
     return f'<text x="0" y="22"><tspan font-weight="600">{escape(chart.title)}</tspan>{legend}{figure}</text>'
 
 
-def _last(line: Line) -> str:
-    return tick_text(line.points[-1][1])
+def _last(chart: Chart, line: Line) -> str:
+    return chart.value_text(line.points[-1][1])
 
 
 def _axes(chart: Chart, height: int) -> str:
-    """Horizontal lines with their values, and the first and the last step."""
+    """Horizontal lines with their values, and where the lower axis begins and ends."""
     rules, base = [], height - _BOTTOM
     for value in chart.scale.ticks():
         y = round(_y(chart, value, height))
         rules.append(f'<path d="M{_LEFT} {y}H{_WIDTH - _RIGHT}" stroke="currentColor" stroke-opacity=".2"/>')
-        rules.append(f'<text x="{_LEFT - 8}" y="{y + 7}" text-anchor="end" opacity=".7">{tick_text(value)}</text>')
+        rules.append(
+            f'<text x="{_LEFT - 8}" y="{y + 7}" text-anchor="end" opacity=".7">{chart.value_text(value)}</text>'
+        )
     foot = height - 6
     rules.append(f'<text x="{_LEFT}" y="{foot}" opacity=".7">0</text>')
-    rules.append(f'<text x="{(_LEFT + _WIDTH) // 2}" y="{foot}" text-anchor="middle" opacity=".7">step</text>')
-    rules.append(
-        f'<text x="{_WIDTH - _RIGHT}" y="{foot}" text-anchor="end" opacity=".7">{tick_text(chart.last_step)}</text>'
-    )
+    over = "time" if chart.is_over_time else "step"
+    rules.append(f'<text x="{(_LEFT + _WIDTH) // 2}" y="{foot}" text-anchor="middle" opacity=".7">{over}</text>')
+    rules.append(f'<text x="{_WIDTH - _RIGHT}" y="{foot}" text-anchor="end" opacity=".7">{chart.last_text}</text>')
     rules.append(f'<path d="M{_LEFT} {_TOP}V{base}" stroke="currentColor" stroke-opacity=".5"/>')
     return "".join(rules)
 
@@ -84,7 +85,7 @@ def _dot(chart: Chart, point: tuple[int, float], height: int, colour: str) -> st
 
 
 def _x(chart: Chart, step: int) -> int:
-    return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * step / chart.last_step)
+    return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * step / chart.last)
 
 
 def _y(chart: Chart, value: float, height: int) -> float:

@@ -416,7 +416,7 @@ class WorkerSession:
             self._work.arrived(event.message)
             if self._endpoint.post(event.message, memoryview(event.payload), event.done):
                 return
-            if any(part.post(event.message) for part in (self._prober, self._lines, self._energy)):
+            if any(part.post(event.message) for part in (self._prober, self._lines, self._energy, self.loop.tokens)):
                 event.done()
                 return
             if isinstance(event.message, InterruptCode):
