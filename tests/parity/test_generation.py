@@ -70,7 +70,9 @@ def test_what_is_interrupted_ends_at_the_workers_and_what_is_lost_goes_on_elsewh
         def stop(number: int, row: list[int]) -> None:
             raise KeyboardInterrupt
 
-        with pytest.raises(KeyboardInterrupt):  # without an end they would compute for minutes, and what follows would wait
+        with pytest.raises(
+            KeyboardInterrupt
+        ):  # without an end they would compute for minutes, and what follows would wait
             session.generate(PROMPTS, 50_000, on_tokens=stop, progress=False)
         grown: dict[int, list[int]] = {}
         lost: list[int] = []
