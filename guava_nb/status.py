@@ -110,6 +110,7 @@ class OwnFigures:
         rate_in_bytes_s: what came from it lately, which is less than the line can do while it is not busy.
         round_trip_s: seconds of a heartbeat there and back.
         out_bytes, in_bytes: sent and received since it joined.
+        threads: torch's, in its last step; None where it has a GPU.
     """
 
     device_name: str = ""
@@ -127,6 +128,7 @@ class OwnFigures:
     round_trip_s: float | None = None
     out_bytes: int = 0
     in_bytes: int = 0
+    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Knows prompts as tokens and passes over data; knows no text and no tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -40,11 +40,21 @@ def prompts_of(prompts: Any, encode: Callable[[str], Any] | None) -> list[torch.
     Raises:
         ConfigError: there is none, or one of them is empty or of another kind.
     """
+    if not isinstance(prompts, Iterable):
+        raise ConfigError(
+            f"prompts are of type {type(prompts).__name__}: give text, or a list of texts or of lists of tokens"
+        )
     found: list[torch.Tensor] = []
     for prompt in [prompts] if isinstance(prompts, str) else prompts:
         if isinstance(prompt, str) and encode is None:
             raise ConfigError("prompts of text need tokenizer= (--tokenizer); without one give lists of tokens")
-        tokens = torch.as_tensor(encode(prompt) if isinstance(prompt, str) and encode is not None else prompt)
+        try:
+            tokens = torch.as_tensor(encode(prompt) if isinstance(prompt, str) and encode is not None else prompt)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"prompt {len(found)} is a {type(prompt).__name__} that makes no row of tokens ({error}): give text, or lists of "
+                "tokens; not a DataLoader, whose batches have more in them"
+            ) from None
         if tokens.ndim != 1 or not len(tokens) or tokens.is_floating_point():
             raise ConfigError(
                 f"prompt {len(found)} is no row of tokens, but of shape {tuple(tokens.shape)} and type {tokens.dtype}; an empty "

@@ -377,8 +377,17 @@ def _spawned(environment: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 def worker_environment(threads: int | None) -> dict[str, str]:
-    """Return the environment of a worker process with so many of torch's threads."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:replace"}
+    """Return the environment of a worker process with so many of torch's threads; None leaves it to torch.
+
+    Threads that wait for each other sleep, where the user's environment does not say otherwise. By default they spin: with other
+    programs on the cores, each then burns the time that the one it waits for needs.
+    """
+    environment = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": "utf-8:replace",
+    }
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     return environment

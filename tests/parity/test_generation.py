@@ -93,6 +93,9 @@ def _refusals(session: Any) -> None:
     for prompts, settings, why in [
         ([], {}, "there is no prompt"),
         (["a"], {}, "need tokenizer="),
+        (3, {}, "prompts are of type int: give text"),
+        (DataLoader(TensorDataset(torch.zeros(3, 2), torch.zeros(3))), {}, "not a DataLoader"),
+        ([[1], ["a"]], {}, "prompt 1 is a list that makes no row of tokens"),
         ([[1], []], {}, "prompt 1 is no row of tokens"),
         ([[0.5]], {}, "prompt 0 is no row of tokens"),
         ([[1]], {"top_k": 3}, "give a temperature above 0"),

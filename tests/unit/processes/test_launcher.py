@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from guava_nb.processes.launcher import WorkerHandle, lines_of
+from guava_nb.processes.launcher import WorkerHandle, lines_of, worker_environment
 from guava_nb.status import OwnFigures
 from guava_nb.worker.process import MARK
 
@@ -53,3 +53,16 @@ def test_lines_come_as_on_a_terminal(data: bytes, lines: list[str]) -> None:
 def test_a_flood_without_an_end_of_line_is_read_in_bounded_memory() -> None:
     assert len(flooded(b"x" * (8 << 20))[0]) == 64 << 10
     assert len(flooded(b"x\r" * (1 << 20))) <= 64
+
+
+def test_threads_that_wait_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    assert worker_environment(None)["OMP_WAIT_POLICY"] == "PASSIVE" and "OMP_NUM_THREADS" not in worker_environment(
+        None
+    )
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert (
+        worker_environment(None)["OMP_WAIT_POLICY"] == "ACTIVE" and worker_environment(None)["OMP_NUM_THREADS"] == "7"
+    )
