@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from guava_nb.render.values import short_bytes, show_percent, show_seconds
+from guava_nb.render.values import short_rate, show_percent, show_seconds
 from guava_nb.render.view import Curve
 from guava_nb.status import DeviceUse, Points
 
@@ -28,8 +28,9 @@ _FEW_POINTS = 20
 _MOST = 1e30
 #: Charts of single metrics, beside that of those which lie between 0 and 1.
 _MOST_CHARTS = 4
-#: More devices have lines of the least, the mean and the most of them, at so many times.
-_MOST_DEVICES, _TIMES = 6, 60
+#: Where devices are more, or their names take more room than is above a chart, it has lines of the least, the mean and the most of
+#: them, at so many times.
+_MOST_DEVICES, _MOST_CHARACTERS, _TIMES = 6, 36, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +157,14 @@ def _of_devices(devices: Sequence[DeviceUse], known: Scales) -> list[Chart]:
 
 
 def _bytes_text(value: float) -> str:
-    return short_bytes(round(value))
+    return short_rate(value).removesuffix("/s")
 
 
 def _few(lines: Sequence[Line], last_s: int) -> tuple[Line, ...]:
     """Lines that can be told apart: of many devices the least, the mean and the most at each time."""
-    if len(lines) <= _MOST_DEVICES:
+    if len(lines) <= _MOST_DEVICES and (
+        len(lines) == 1 or sum(len(line.name) + 2 for line in lines) <= _MOST_CHARACTERS
+    ):
         return tuple(lines)
     at: dict[int, list[float]] = {}
     for line in lines:

@@ -15,6 +15,8 @@ _WIDTH, _HEIGHT, _SMALL_HEIGHT = 600, 300, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 12, 40, 34
 #: Points of a line: more would not be seen, and each is sent with every frame.
 _MOST_POINTS = 120
+#: That stand above a chart.
+_MOST_CHARACTERS = 48
 
 
 def charts_html(charts: tuple[Chart, ...], smoothing: float = 0.0) -> str:
@@ -45,9 +47,12 @@ def _svg(chart: Chart, smoothing: float) -> str:
 
 def _title(chart: Chart) -> str:
     named = [(number, line) for number, line in enumerate(chart.lines) if line.name and line.name != chart.title]
+    texts = [f"{line.name} {_last(chart, line)}" for _, line in named]
+    if len(chart.title) + sum(len(text) + 2 for text in texts) > _MOST_CHARACTERS:
+        texts = [line.name for _, line in named]
     legend = "".join(
-        f'<tspan dx="14" fill="{_COLOURS[number % len(_COLOURS)]}">{escape(line.name)} {_last(chart, line)}</tspan>'
-        for number, line in named
+        f'<tspan dx="14" fill="{_COLOURS[number % len(_COLOURS)]}">{escape(text)}</tspan>'
+        for (number, _), text in zip(named, texts, strict=True)
     )
     figure = "" if named else f'<tspan dx="14">{_last(chart, chart.lines[0])}</tspan>'
     return f'<text x="0" y="22"><tspan font-weight="600">{escape(chart.title)}</tspan>{legend}{figure}</text>'

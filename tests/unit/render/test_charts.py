@@ -37,9 +37,17 @@ def test_devices_have_a_chart_each_of_busy_and_memory_and_many_are_folded() -> N
     assert [chart.title for chart in charts] == ["GPU busy", "GPU memory", "CPU busy", "RAM in use"]
     assert [line.name for line in charts[0].lines] == ["a, b"] and charts[1].scale.high == 5e9
     page = charts_html(charts)
-    assert all(text in page for text in ("a, b 90 %", "c 4.0 GB", ">1 min 40 s<", ">time<")), page
+    assert all(text in page for text in ("a, b 90 %", "c 4 GB", ">1 min 40 s<", ">time<")), page
     (busy, _) = charts_of(Curve(POINTS, devices=tuple(used(f"w{k}", True) for k in range(24))))[1:]
     assert [(line.name, line.points[-1][1]) for line in busy.lines][:2] == [("least of 24", 0.9), ("mean of 24", 0.9)]
+    long = [used(f"a machine of a long name {k}", True) for k in range(3)]
+    assert [line.name for line in charts_of(Curve(POINTS, devices=tuple(long)))[1].lines] == [
+        "least of 3",
+        "mean of 3",
+        "most of 3",
+    ]
+    four = charts_html(charts_of(Curve(POINTS, devices=tuple(used(f"local-{k}", True) for k in range(4))))[1:2])
+    assert ">local-3</tspan>" in four, "names alone where the figures beside them would be cut"
     assert charts_of(Curve(POINTS, devices=(DeviceUse("a", True),)))[1:] == ()
 
 
