@@ -28,7 +28,7 @@ _FEW_POINTS = 20
 _MOST = 1e30
 #: Charts of single metrics, beside that of those which lie between 0 and 1.
 _MOST_CHARTS = 4
-#: Where devices are more, or their names take more room than is above a chart, it has lines of the least, the mean and the most of
+#: Where devices are more, or their names take more room than is above a chart, it has lines of the least, mean and most of
 #: them, at so many times.
 _MOST_DEVICES, _MOST_CHARACTERS, _TIMES = 6, 36, 60
 
