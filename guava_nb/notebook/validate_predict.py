@@ -131,19 +131,8 @@ def _generate(
         chosen["tokenizer"] = resolve(args.tokenizer, names, "--tokenizer")
     shown = [prompts] if isinstance(prompts, str) else prompts
 
-    stream, notices = StreamedText(shown), Notices(orchestrator)
-    told: tuple[str, ...] = ()
-
-    def look_at_both() -> None:
-        nonlocal told
-        look()
-        latest = notices.latest()
-        for notice in latest if latest != told else ():
-            if notice not in told:
-                stream.break_line()
-                say(notice)
-        told = latest
-
+    stream = StreamedText(shown)
+    look_at_both = _telling(orchestrator, stream, look)
     if ui == "text":
         panel.close()  # its lines would stand in the middle of those of the prompts, which tell as much
     try:
@@ -156,6 +145,21 @@ def _generate(
     if args.into is not None:
         names[args.into] = found
     return found
+
+
+def _telling(orchestrator: Any, stream: StreamedText, look: Callable[[], None]) -> Callable[[], None]:
+    """Return what also tells what happened to workers meanwhile, in lines of their own."""
+    notices, told = Notices(orchestrator), list[str]()
+
+    def look_at_both() -> None:
+        look()
+        for notice in notices.latest():
+            if notice not in told:
+                told.append(notice)
+                stream.break_line()
+                say(notice)
+
+    return look_at_both
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from guava_nb.protocol.messages import AskEnergy, BoardEnergy, Energy, Message
+from guava_nb.protocol.messages import AskEnergy, BoardEnergy, Energy, Hello, Message
 from guava_nb.status import DeviceUse
 from guava_nb.telemetry import NOT_MEASURED
 from guava_nb.telemetry.device_curves import DeviceCurves
@@ -121,9 +121,8 @@ class RunEnergy:
         run_id: of the run.
         tell: sends a message to a member; False when it is gone.
         name: of a member.
-        device: name of a member's device.
+        hello: what a member said of its device and its machine.
         worked: what a member has done in this run so far.
-        machine: name of a member's machine.
         clock: seconds.
     """
 
@@ -133,13 +132,12 @@ class RunEnergy:
         run_id: str,
         tell: Tell,
         name: Callable[[int], str],
-        device: Callable[[int], str],
+        hello: Callable[[int], Hello],
         worked: Worked,
-        machine: Callable[[int], str] = str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._book, self._run_id, self._tell, self._name, self._device = book, run_id, tell, name, device
-        self._worked, self._machine, self._clock, self._begun = worked, machine, clock, clock()
+        self._book, self._run_id, self._tell, self._name, self._hello = book, run_id, tell, name, hello
+        self._worked, self._clock, self._begun = worked, clock, clock()
         self._devices = DeviceCurves()
         self._heard: dict[int, _Heard] = {}
         self._epochs: list[int] = []  # marks at the end of each epoch
@@ -154,7 +152,8 @@ class RunEnergy:
         _draw(known.curve, known.last, message)
         known.last = message
         known.look(message)
-        self._devices.heard(self._name(rank), self._machine(rank), self._clock() - self._begun, message)
+        hello = self._hello(rank)
+        self._devices.heard(self._name(rank), hello.host_id or hello.hostname, self._clock() - self._begun, message)
         if 0 < message.mark <= self._book.asked:
             known.marks[message.mark] = message
 
@@ -212,7 +211,7 @@ class RunEnergy:
         name = self._name(rank)
         samples, tokens = self._worked(rank)
         record: dict[str, Any] = {
-            "worker": name, "device": self._device(rank), "joules": None, "method": NOT_MEASURED,
+            "worker": name, "device": self._hello(rank).device_name, "joules": None, "method": NOT_MEASURED,
             "samples": samples, "tokens": tokens,
         }  # fmt: skip
         known = self._heard.get(rank)

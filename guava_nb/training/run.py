@@ -258,8 +258,7 @@ class Run:
             recent = history[-20:]
             span = recent[-1]["seconds"] - recent[0]["seconds"] if len(recent) > 1 else 0.0
             loaded = self.feeding().loaded
-            kept = self._sources.kept()
-            killed, vanished = ((None, None), (None, None)) if kept is None else map(self._since, kept)
+            killed, vanished = map(self._since, self._sources.kept() or (None, None))
             return RunStatus(
                 run_id=self.run_id,
                 state=self._state,
@@ -285,7 +284,7 @@ class Run:
                 loaded_batches=loaded[0],
                 loaded_bytes=loaded[1],
                 joules=self.joules,
-                devices=() if self._sources.energy is None else self._sources.energy.devices(),
+                **({} if self._sources.energy is None else {"devices": self._sources.energy.devices()}),
                 rounds=len(history) if self._sources.is_local else 0,
                 steps_before=history[0]["step"] - history[0].get("steps", 1) if history else 0,
                 budget_bytes=0 if self.budget is None else self.budget.limit.limit_bytes,
@@ -426,7 +425,9 @@ class Run:
         with self._lock:
             return self._since(kept)
 
-    def _since(self, kept: int) -> tuple[int, float]:
+    def _since(self, kept: int | None) -> tuple[int, float] | tuple[None, None]:
+        if kept is None:
+            return None, None
         rest, began = self.history[kept:], self.history[kept - 1]["seconds"] if 0 < kept <= len(self.history) else 0.0
         return sum(record.get("steps", 1) for record in rest), rest[-1]["seconds"] - began if rest else 0.0
 
