@@ -34,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in _OF_NOTEBOOKS:
+        magic = "_".join(("%guava", words[0]))
         print(
-            f"guava: {words[0]} is a magic of notebooks: write %guava_{words[0]} in a cell, below %load_ext guava_nb and without "
+            f"guava: {words[0]} is a magic of notebooks: write {magic} in a cell, below %load_ext guava_nb and without "
             "an exclamation mark; guava -h has what a terminal can do",
             file=sys.stderr,
         )
