@@ -37,7 +37,6 @@ class Generating:
         seed: int = 0,
         tokenizer: Any = None,
         on_done: Callable[[int, Any], None] = lambda number, found: None,
-        on_tokens: Callable[[int, Any], None] = lambda number, found: None,
         progress: bool | Progress = True,
         **more: Any,
     ) -> list[str] | list[list[int]]:
@@ -56,12 +55,11 @@ class Generating:
             tokenizer: makes tokens of text and text of tokens (`encode`, `decode`, and `eos_token_id` where it has one); it stays
                 here.
             on_done: called with the number of a prompt and what follows it, in their order, as they come.
-            on_tokens: called with the number of a prompt in work and what follows it so far, a few times a second, those of
-                several prompts among each other; not with beams, which take tokens back.
             progress: as for `validate`; counts prompts.
             more: `end`, the token after which a prompt is done, if not the tokenizer's; `context`, how many of the last tokens
-                the model sees at most, as one with a table of positions needs it; and further arguments of transformers'
-                `generate`, as plain data.
+                the model sees at most, as one with a table of positions needs it; `on_tokens`, called with the number of a prompt in
+                work and what follows it so far, a few times a second, several prompts among each other (not with beams, which take
+                tokens back); and further arguments of transformers' `generate`, as plain data.
 
         Returns:
             What follows each prompt: texts with a tokenizer, else lists of tokens; the end token is the last one where it came.
@@ -73,6 +71,7 @@ class Generating:
         """
         encode = None if tokenizer is None else tokenizer.encode
         rows = prompts_of(prompts, encode)
+        on_tokens = more.pop("on_tokens", lambda number, found: None)
         end, context = more.pop("end", getattr(tokenizer, "eos_token_id", None)), more.pop("context", None)
         sampling = Sampling(max_new_tokens, temperature, top_k, seed, end, context, more)
 

@@ -302,7 +302,7 @@ def _library(name: str) -> Any:
 
 
 def _arrow_table(table: ArrowTable) -> Any:
-    stream = memoryview(table.stream)
+    stream = table.stream.data
     if table.library == "polars":
         frame = _library("polars").read_ipc_stream(io.BytesIO(stream))
         return frame.to_series() if table.kind == "Series" else frame
