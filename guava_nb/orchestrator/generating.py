@@ -57,9 +57,9 @@ class Generating:
             on_done: called with the number of a prompt and what follows it, in their order, as they come.
             progress: as for `validate`; counts prompts.
             more: `end`, the token after which a prompt is done, if not the tokenizer's; `context`, how many of the last tokens
-                the model sees at most, as one with a table of positions needs it; `on_tokens`, called with the number of a prompt in
-                work and what follows it so far, a few times a second, several prompts among each other (not with beams, which take
-                tokens back); and further arguments of transformers' `generate`, as plain data.
+                the model sees at most, as one with a table of positions needs it; `on_tokens`, called with the number of a prompt
+                in work and what follows it so far, a few times a second, several prompts among each other (not with beams,
+                which take tokens back); and further arguments of transformers' `generate`, as plain data.
 
         Returns:
             What follows each prompt: texts with a tokenizer, else lists of tokens; the end token is the last one where it came.
