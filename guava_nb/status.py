@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 __all__ = [
     "NEW_CODE_NEEDED",
+    "DeviceUse",
     "EpochFigures",
     "OwnFigures",
     "Points",
@@ -63,7 +64,7 @@ class WorkerStatus:
         worker_waits, data_waits: part of the time in which it waited for data, and data for it, 0 to 1.
         awaited_s: seconds for which it is still waited for, when its connection broke.
         power_w, busy: of its device lately; joules: of its boards in this run, also where others share them.
-        memory_used_bytes, memory_bytes: of its GPU; of its machine where it has none.
+        memory_used_bytes, memory_bytes: of its GPU; of its machine where it works on the processor.
     """
 
     name: str
@@ -109,6 +110,7 @@ class OwnFigures:
         rate_in_bytes_s: what came from it lately, which is less than the line can do while it is not busy.
         round_trip_s: seconds of a heartbeat there and back.
         out_bytes, in_bytes: sent and received since it joined.
+        threads: torch's, in its last step; None where it has a GPU.
     """
 
     device_name: str = ""
@@ -126,6 +128,7 @@ class OwnFigures:
     round_trip_s: float | None = None
     out_bytes: int = 0
     in_bytes: int = 0
+    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,23 @@ class EpochFigures:
     learning_rate: float | None = None
     took_s: float | None = None
     joules: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """How a device was used through a run, as curves of (seconds since the run began, value).
+
+    Attributes:
+        workers: names of those on it.
+        is_gpu: the figures are of a GPU; else of the machine: its processors and its RAM.
+        busy: 0 to 1; the mean between two points.
+        memory_used_bytes: of all programs; the most between two points.
+    """
+
+    workers: str
+    is_gpu: bool
+    busy: Points = ()
+    memory_used_bytes: Points = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +213,7 @@ class RunStatus:
     scores: tuple[tuple[str, Points], ...] = ()  # what validations measured beside the loss, by name
     learning_rates: Points = ()
     gradient_norms: Points = ()  # of the mean gradient before clipping
+    devices: tuple[DeviceUse, ...] = ()
     settings: tuple[tuple[str, str], ...] = ()  # what a table of runs shows: model, optimizer, its arguments
     began_at: float | None = None  # seconds since 1970
     ended_at: float | None = None

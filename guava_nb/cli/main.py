@@ -18,6 +18,11 @@ from guava_nb.render.errors import error_text
 
 __all__ = ["build_parser", "command", "main"]
 
+#: What people look for in a terminal, or behind an exclamation mark.
+_OF_NOTEBOOKS = (
+    *("up", "down", "share", "mode", "train", "validate", "predict", "energy", "log", "save", "resume", "stop", "runs"),
+    *("px", "push", "pull", "pip", "files", "export"),
+)
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
@@ -29,6 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: words after the program's name; default those of this process.
     """
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in _OF_NOTEBOOKS:
+        magic = "_".join(("%guava", words[0]))
+        print(
+            f"guava: {words[0]} is a magic of notebooks: write {magic} in a cell, below %load_ext guava_nb and without "
+            "an exclamation mark; guava -h has what a terminal can do",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args))

@@ -417,9 +417,9 @@ class Cluster:
         """Return a member's name."""
         return self.roster.members[rank].name
 
-    def device_name(self, rank: int) -> str:
-        """Return the name of a member's device."""
-        return self.roster.members[rank].hello.device_name
+    def hello(self, rank: int) -> Hello:
+        """Return what a member said of itself when it came."""
+        return self.roster.members[rank].hello
 
     def members(self) -> list[Member]:
         """Return all seats."""

@@ -13,7 +13,7 @@ from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.sample_text import sample_text
 from guava_nb.data.split import RowSplitter
 from guava_nb.nested import ARRAYS
-from guava_nb.protocol.messages import Evaluate, Message, Predict, Tree
+from guava_nb.protocol.messages import Evaluate, Generated, Message, Predict, Tree
 from guava_nb.row_cache.writer import OutgoingBatch, RowWriter, taken_apart
 from guava_nb.sync.group_exchange import micro_batch_marks
 from guava_nb.sync.step_in_flight import NO_BATCH
@@ -50,6 +50,9 @@ class Question(Protocol):
 
     def take(self, batch: LoadedBatch, answers: Sequence[Answer]) -> None:
         """Take the answers on a batch, one per worker that was asked; batches come in the loader's order."""
+
+    def heard(self, message: Generated) -> None:
+        """Take tokens of an answer that is still in work."""
 
     verb: str
 

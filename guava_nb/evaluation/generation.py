@@ -5,7 +5,7 @@ Knows prompts as tokens and passes over data; knows no text and no tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +19,7 @@ from guava_nb.evaluation.between_runs import ask
 from guava_nb.evaluation.passes import Progress
 from guava_nb.evaluation.predictions import Prediction
 from guava_nb.evaluation.result_files import MemoryResults
-from guava_nb.protocol.messages import Factory, Wanted
+from guava_nb.protocol.messages import Factory, Generated, Wanted
 from guava_nb.replica.model.generate import NO_TOKEN, Sampling
 from guava_nb.sync.replica_set import ReplicaSet
 
@@ -40,11 +40,21 @@ def prompts_of(prompts: Any, encode: Callable[[str], Any] | None) -> list[torch.
     Raises:
         ConfigError: there is none, or one of them is empty or of another kind.
     """
+    if not isinstance(prompts, Iterable):
+        raise ConfigError(
+            f"prompts are of type {type(prompts).__name__}: give text, or a list of texts or of lists of tokens"
+        )
     found: list[torch.Tensor] = []
     for prompt in [prompts] if isinstance(prompts, str) else prompts:
         if isinstance(prompt, str) and encode is None:
             raise ConfigError("prompts of text need tokenizer= (--tokenizer); without one give lists of tokens")
-        tokens = torch.as_tensor(encode(prompt) if isinstance(prompt, str) and encode is not None else prompt)
+        try:
+            tokens = torch.as_tensor(encode(prompt) if isinstance(prompt, str) and encode is not None else prompt)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"prompt {len(found)} is a {type(prompt).__name__} that makes no row of tokens ({error}): give text, or lists of "
+                "tokens; not a DataLoader, whose batches have more in them"
+            ) from None
         if tokens.ndim != 1 or not len(tokens) or tokens.is_floating_point():
             raise ConfigError(
                 f"prompt {len(found)} is no row of tokens, but of shape {tuple(tokens.shape)} and type {tokens.dtype}; an empty "
@@ -58,13 +68,14 @@ def prompts_of(prompts: Any, encode: Callable[[str], Any] | None) -> list[torch.
 
 def generate(
     cluster: Cluster, replica_set: ReplicaSet, prompts: Sequence[torch.Tensor], sampling: Sampling, *,
-    on_done: OnDone, grace_s: float, progress: Progress | None,
+    on_done: OnDone, on_tokens: OnDone, grace_s: float, progress: Progress | None,
 ) -> list[list[int]]:  # fmt: skip
     """Continue prompts with the last committed state.
 
     Args:
         prompts: tokens [T] of each.
         on_done: called in the order of the prompts, as they come.
+        on_tokens: called a few times a second with the number of a prompt in work and all tokens of it so far.
         grace_s, progress: as for `ask`.
 
     Raises:
@@ -75,8 +86,16 @@ def generate(
     at_once = 1 if replica_set.spec.parallel is None else max(1, len(cluster.roster.ready()))
     wanted = Wanted(raw=True, step=Factory(_STEP, {"sampling": asdict(sampling)}))
     results = _AsTheyCome(len(prompts), on_done)
+    so_far = _SoFar(len(prompts), sampling.new, on_tokens)
     feed = LoaderFeed(list(_batches(prompts, at_once)))
-    ask(cluster, replica_set, feed, Prediction(wanted, results, len(prompts)), grace_s=grace_s, progress=progress)
+    ask(
+        cluster,
+        replica_set,
+        feed,
+        Prediction(wanted, results, len(prompts), heard=so_far.heard),
+        grace_s=grace_s,
+        progress=progress,
+    )
     return results.rows_of_tokens
 
 
@@ -102,6 +121,24 @@ def _batches(prompts: Sequence[torch.Tensor], at_once: int) -> Iterator[dict[str
             "length": torch.tensor([len(one) for one in part]),
             "number": torch.arange(start, start + len(part)),
         }
+
+
+class _SoFar:
+    """Tokens of the prompts in work. A prompt that another worker begins anew has the same ones, and goes on where they end."""
+
+    def __init__(self, prompts: int, most: int, on_tokens: OnDone) -> None:
+        self._tokens: list[list[int]] = [[] for _ in range(prompts)]
+        self._most, self._on_tokens = most, on_tokens
+
+    def heard(self, message: Generated) -> None:
+        """Take what a worker told; what is no part of an answer is left out."""
+        if not 0 <= message.number < len(self._tokens):
+            return
+        known = self._tokens[message.number]
+        new = message.tokens[len(known) - message.begin :] if 0 <= message.begin <= len(known) else ()
+        if new and len(known) + len(new) <= self._most:
+            known.extend(new)
+            self._on_tokens(message.number, list(known))
 
 
 class _AsTheyCome(MemoryResults):

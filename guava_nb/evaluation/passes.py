@@ -22,7 +22,7 @@ from guava_nb.data.rows import Rows
 from guava_nb.data.split import RowSplitter, SplitFunction
 from guava_nb.errors import WorkerLost
 from guava_nb.evaluation.batch_orders import Answer, BatchOrders, Order, Question, span_text
-from guava_nb.protocol.messages import Evaluated, Predicted
+from guava_nb.protocol.messages import Evaluated, Generated, GivenUp, Predict, Predicted
 from guava_nb.row_cache.writer import RowSlice
 from guava_nb.sync.batch_feeder import BatchFeeder
 from guava_nb.sync.group_replica_set import GroupReplicaSet
@@ -91,6 +91,7 @@ class Pass(ABC):
         self.before_batch: Callable[[LoadedBatch], None] = lambda batch: None
         job.on(Evaluated, self._on_answer)
         job.on(Predicted, self._on_answer)
+        job.on(Generated, self._on_generated)
         job.about_request = self._about
         replica_set.writer.on_batch_wanted = self._on_wanted
 
@@ -143,6 +144,13 @@ class Pass(ABC):
             grace_s: how long the batches in work may take; 0 gives them up at once.
         """
 
+    def _give_up(self) -> None:
+        """Have workers end what no one waits for: a prompt may have minutes to go."""
+        for asked in self._asked:
+            for rank, (message, _) in asked.orders.items():
+                if isinstance(message, Predict):
+                    self._job.cluster.send(rank, GivenUp(self._replica_set.run_id, asked.request))
+
     def _fold(self) -> None:
         """Take what is answered, as far as everything before it is."""
         while self._asked and self._asked[0].answers:
@@ -182,6 +190,11 @@ class Pass(ABC):
         if rank in asked.ranks:
             self._question.check(message, payload, asked.batch.rows)
             self._take(asked, rank, (message, payload))
+
+    def _on_generated(self, rank: int, message: Generated, payload: memoryview) -> None:
+        asked = self._find(message.request_id)
+        if message.run_id == self._replica_set.run_id and asked is not None and rank in asked.orders:
+            self._question.heard(message)
 
     @abstractmethod
     def _take(self, asked: Asked, rank: int, answer: Answer) -> None:
@@ -231,6 +244,7 @@ class StarPass(Pass):
         try:
             super().run(feed, question, skip_batches=skip_batches, progress=progress)
         finally:
+            self._give_up()
             self._asked.clear()
 
     def _take(self, asked: Asked, rank: int, answer: Answer) -> None:
@@ -324,6 +338,7 @@ class GroupPass(Pass):
                 return
         except (StopRequested, NobodyLeft) as hurry:  # a second interrupt, or no worker to wait for
             log.info("the batch in work is not waited for: %s", type(hurry).__name__)
+        self._give_up()
         self._group.abort(self._job, list(self._group.at), "the pass over the data was given up")
         self._group.retire()
 

@@ -24,7 +24,7 @@ from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.errors import ConfigError, RemoteProtocolError, TrainingError
 from guava_nb.evaluation.batch_orders import Answer, span_text
 from guava_nb.evaluation.result_files import DiskResults, MemoryResults
-from guava_nb.protocol.messages import Message, Predict, Predicted, Tree, Wanted
+from guava_nb.protocol.messages import Generated, Message, Predict, Predicted, Tree, Wanted
 from guava_nb.replica.outputs import inputs_of, unpacked, without_targets
 
 __all__ = ["Prediction", "Predictions", "in_id_order", "least_row_bytes", "wanted_of"]
@@ -112,6 +112,7 @@ class Prediction:
         results: where rows go.
         expected_rows: of the whole loader; None where it is not known.
         skipped: samples that the loader skipped because the results have them; None where they are not counted.
+        heard: takes tokens of answers that are still in work.
 
     Attributes:
         estimated_bytes: of all results; None while it is not known.
@@ -128,9 +129,10 @@ class Prediction:
         results: MemoryResults | DiskResults,
         expected_rows: int | None,
         skipped: Callable[[], int | None] = lambda: None,
+        heard: Callable[[Generated], None] = lambda message: None,
     ) -> None:
         """Estimate the bytes of all results, where they do not depend on the outputs."""
-        self._skipped = skipped
+        self._skipped, self.heard = skipped, heard
         self._had = results.last_id
         self._wanted, self._results, self._expected = wanted, results, expected_rows
         self.estimated_bytes: int | None = None

@@ -12,7 +12,7 @@ from guava_nb.data.codec import unpack
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.errors import RemoteProtocolError
 from guava_nb.evaluation.batch_orders import Answer
-from guava_nb.protocol.messages import Evaluate, Evaluated, Message, MetricSpec, Tree
+from guava_nb.protocol.messages import Evaluate, Evaluated, Generated, Message, MetricSpec, Tree
 from guava_nb.replica.metrics import Merge
 from guava_nb.sync.group_exchange import parts_for
 
@@ -81,6 +81,9 @@ class Validation:
             states = unpack(answer.metrics, payload)
             if not isinstance(states, list) or len(states) != len(self._merges):
                 raise RemoteProtocolError(f"it has no state for each of the {len(self._merges)} metrics")
+
+    def heard(self, message: Generated) -> None:
+        """A validation makes no tokens."""
 
     def take(self, batch: LoadedBatch, answers: Sequence[Answer]) -> None:
         """Add the sums of one batch."""

@@ -56,9 +56,9 @@ def ask_hidden(question: str, shell: object) -> str:
         return ""
 
 
-def say(text: str, *, secret: bool = False) -> None:
-    """Write a line; join codes are taken out unless the caller shows one on purpose (`secret`)."""
-    sys.stdout.write((text if secret else redact(text)) + "\n")
+def say(text: str, *, secret: bool = False, end: str = "\n") -> None:
+    """Write a line, or a part of one with another `end`; join codes are taken out unless the caller shows one (`secret`)."""
+    sys.stdout.write((text if secret else redact(text)) + end)
     sys.stdout.flush()
 
 

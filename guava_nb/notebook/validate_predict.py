@@ -11,8 +11,10 @@ from IPython.core.error import UsageError
 
 from guava_nb.notebook.display import say
 from guava_nb.notebook.line_words import in_a_folder
+from guava_nb.notebook.lines import Notices
 from guava_nb.notebook.panel.panel import Panel
 from guava_nb.notebook.results.shown_classes import check_can_show, show_classes
+from guava_nb.notebook.results.streamed_text import StreamedText
 from guava_nb.notebook.train import check_variable, metrics_argument, resolve
 from guava_nb.render import Progress, View
 from guava_nb.render.values import show_float
@@ -95,7 +97,7 @@ def predict(
         ui: one of `display.UI_NAMES`, for what --show shows.
     """
     if args.generate:
-        return _generate(orchestrator, args, names, panel, look)
+        return _generate(orchestrator, args, names, panel, look, ui)
     if given := [one for one in _OF_GENERATE if getattr(args, one) is not None]:
         raise UsageError(f"%guava_predict: --{given[0].replace('_', '-')} needs --generate")
     arguments = _predict_arguments(args, names)
@@ -111,9 +113,14 @@ def predict(
 
 
 def _generate(
-    orchestrator: Any, args: argparse.Namespace, names: MutableMapping[str, Any], panel: Panel, look: Callable[[], None]
+    orchestrator: Any,
+    args: argparse.Namespace,
+    names: MutableMapping[str, Any],
+    panel: Panel,
+    look: Callable[[], None],
+    ui: str,
 ) -> Any:
-    """Continue prompts, and show each as it is done."""
+    """Continue prompts, and show what follows each as it is made."""
     if other := [one for one in _NOT_OF_GENERATE if getattr(args, one) not in (None, False)]:
         raise UsageError(f"%guava_predict: --{other[0]} has no meaning with --generate")
     check_variable(args.into, "--into")
@@ -124,14 +131,35 @@ def _generate(
         chosen["tokenizer"] = resolve(args.tokenizer, names, "--tokenizer")
     shown = [prompts] if isinstance(prompts, str) else prompts
 
-    def done(number: int, found: Any) -> None:
-        say(f"{number}: {shown[number]}{found}" if isinstance(found, str) else f"{number}: {found}")
-
-    with _progress_on(panel, "generating", "generated", look, unit="prompt") as progress:
-        found = orchestrator.generate(prompts, on_done=done, progress=progress, **chosen)
+    stream = StreamedText(shown)
+    look_at_both = _telling(orchestrator, stream, look)
+    if ui == "text":
+        panel.close()  # its lines would stand in the middle of those of the prompts, which tell as much
+    try:
+        with _progress_on(panel, "generating", "generated", look_at_both, unit="prompt") as progress:
+            found = orchestrator.generate(
+                prompts, on_done=stream.end, on_tokens=stream.add, progress=progress, **chosen
+            )
+    finally:
+        stream.break_line()
     if args.into is not None:
         names[args.into] = found
     return found
+
+
+def _telling(orchestrator: Any, stream: StreamedText, look: Callable[[], None]) -> Callable[[], None]:
+    """Return what also tells what happened to workers meanwhile, in lines of their own."""
+    notices, told = Notices(orchestrator), list[str]()
+
+    def look_at_both() -> None:
+        look()
+        for notice in notices.latest():
+            if notice not in told:
+                told.append(notice)
+                stream.break_line()
+                say(notice)
+
+    return look_at_both
 
 
 @contextmanager

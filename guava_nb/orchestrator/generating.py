@@ -57,8 +57,9 @@ class Generating:
             on_done: called with the number of a prompt and what follows it, in their order, as they come.
             progress: as for `validate`; counts prompts.
             more: `end`, the token after which a prompt is done, if not the tokenizer's; `context`, how many of the last tokens
-                the model sees at most, as one with a table of positions needs it; and further arguments of transformers'
-                `generate`, as plain data.
+                the model sees at most, as one with a table of positions needs it; `on_tokens`, called with the number of a prompt
+                in work and what follows it so far, a few times a second, several prompts among each other (not with beams,
+                which take tokens back); and further arguments of transformers' `generate`, as plain data.
 
         Returns:
             What follows each prompt: texts with a tokenizer, else lists of tokens; the end token is the last one where it came.
@@ -70,6 +71,7 @@ class Generating:
         """
         encode = None if tokenizer is None else tokenizer.encode
         rows = prompts_of(prompts, encode)
+        on_tokens = more.pop("on_tokens", lambda number, found: None)
         end, context = more.pop("end", getattr(tokenizer, "eos_token_id", None)), more.pop("context", None)
         sampling = Sampling(max_new_tokens, temperature, top_k, seed, end, context, more)
 
@@ -87,7 +89,8 @@ class Generating:
         replica_set, cluster = self._for_question(None, None), self._open_cluster()
         with reporting("generating", progress) as report:
             generate(
-                cluster, replica_set, rows, sampling, on_done=done, grace_s=self.config.interrupt_grace_s, progress=report
+                cluster, replica_set, rows, sampling, on_done=done, progress=report,
+                on_tokens=lambda number, tokens: on_tokens(number, text(tokens)), grace_s=self.config.interrupt_grace_s,
             )  # fmt: skip
         return found
 

@@ -377,8 +377,14 @@ def _spawned(environment: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 def worker_environment(threads: int | None) -> dict[str, str]:
-    """Return the environment of a worker process with so many of torch's threads."""
+    """Return the environment of a worker process with so many of torch's threads; None leaves it to torch.
+
+    Threads that wait for each other spin for some 50 µs and then sleep, where the user's environment does not say otherwise. By
+    default they spin for milliseconds: with other programs on the cores, each burns the time that the one it waits for needs.
+    """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:replace"}
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", "1000")
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     return environment

@@ -7,11 +7,13 @@ and it only becomes wider. Steps go from 0 to such a number, too, or to the run'
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from guava_nb.render.values import short_rate, show_percent, show_seconds
 from guava_nb.render.view import Curve
-from guava_nb.status import Points
+from guava_nb.status import DeviceUse, Points
 
 __all__ = ["SMOOTHING", "Chart", "Line", "Scale", "Scales", "charts_of", "finite", "smoothed", "tick_text"]
 
@@ -26,6 +28,9 @@ _FEW_POINTS = 20
 _MOST = 1e30
 #: Charts of single metrics, beside that of those which lie between 0 and 1.
 _MOST_CHARTS = 4
+#: Where devices are more, or their names take more room than is above a chart, it has lines of the least, mean and most of
+#: them, at so many times.
+_MOST_DEVICES, _MOST_CHARACTERS, _TIMES = 6, 36, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +89,27 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines over steps, from 0 to `last_step`; `is_small`: of what is seldom looked at."""
+    """Lines over steps or seconds.
+
+    Attributes:
+        last: step, or second, at which it ends; it begins at 0.
+        is_small: of what is seldom looked at.
+        is_over_time: over seconds.
+        value_text: writes a value beside the axis.
+    """
 
     title: str
     lines: tuple[Line, ...]
     scale: Scale
-    last_step: int
+    last: int
     is_small: bool = False
+    is_over_time: bool = False
+    value_text: Callable[[float], str] = lambda value: tick_text(value)
+
+    @property
+    def last_text(self) -> str:
+        """What stands at the end of the lower axis."""
+        return show_seconds(self.last) if self.is_over_time else tick_text(self.last)
 
 
 def charts_of(curve: Curve, scales: Scales | None = None) -> tuple[Chart, ...]:
@@ -116,7 +135,47 @@ def charts_of(curve: Curve, scales: Scales | None = None) -> tuple[Chart, ...]:
         scale = scale.wider(known[title]) if title in known else scale
         known[title] = scale
         charts.append(Chart(title, drawn, scale, _last_step(curve), is_small))
-    return tuple(charts)
+    return (*charts, *_of_devices(curve.devices, known))
+
+
+def _of_devices(devices: Sequence[DeviceUse], known: Scales) -> list[Chart]:
+    """How busy GPUs were and how much of their memory was in use; likewise machines where that is what is known."""
+    ends = [points[-1][0] for one in devices for points in (one.busy, one.memory_used_bytes) if points]
+    last = round(_grid_above(max(1, *ends, 1)))
+    charts = []
+    for is_gpu, names in ((True, ("GPU busy", "GPU memory")), (False, ("CPU busy", "RAM in use"))):
+        there = [one for one in devices if one.is_gpu is is_gpu]
+        busy = [Line(one.workers, one.busy) for one in there if len(one.busy) > 1]
+        memory = [Line(one.workers, one.memory_used_bytes) for one in there if len(one.memory_used_bytes) > 1]
+        if busy:
+            charts.append(Chart(names[0], _few(busy, last), Scale(False, 0, 1), last, True, True, show_percent))
+        if memory:
+            scale = Scale.of([value for line in memory for _, value in line.points], is_log=False)
+            known[names[1]] = scale = scale.wider(known.get(names[1], scale))
+            charts.append(Chart(names[1], _few(memory, last), scale, last, True, True, _bytes_text))
+    return charts
+
+
+def _bytes_text(value: float) -> str:
+    return short_rate(value).removesuffix("/s")
+
+
+def _few(lines: Sequence[Line], last_s: int) -> tuple[Line, ...]:
+    """Lines that can be told apart: of many devices the least, the mean and the most at each time."""
+    if len(lines) <= _MOST_DEVICES and (
+        len(lines) == 1 or sum(len(line.name) + 2 for line in lines) <= _MOST_CHARACTERS
+    ):
+        return tuple(lines)
+    at: dict[int, list[float]] = {}
+    for line in lines:
+        for seconds, value in line.points:
+            at.setdefault(seconds * _TIMES // last_s, []).append(value)
+    times = [(number * last_s // _TIMES, values) for number, values in sorted(at.items())]
+    folds: dict[str, Callable[[list[float]], float]] = {"least": min, "mean": statistics.fmean, "most": max}
+    return tuple(
+        Line(f"{name} of {len(lines)}", tuple((time, fold(values)) for time, values in times))
+        for name, fold in folds.items()
+    )
 
 
 def _last_step(curve: Curve) -> int:

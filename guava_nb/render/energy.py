@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from guava_nb.render.epochs import without_empty
 from guava_nb.render.values import (
     NOT_MEASURED,
     show_bytes,
@@ -135,20 +136,24 @@ def _tasks(tasks: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _machines(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """How busy the workers' machines were on average, as their systems tell."""
-    columns = ("machine of", "processors busy", "memory used", "disk read", "disk written", "network out", "network in")
-    rates = ("disk_read_bytes_s", "disk_write_bytes_s", "network_out_bytes_s", "network_in_bytes_s")
+    """How busy the workers' GPUs and machines were on average, as their systems tell."""
+    used = {"gpu_busy": "GPU busy", "gpu_memory_used_bytes": "GPU memory", "cpu_busy": "CPU busy",
+            "host_memory_used_bytes": "RAM in use"}  # fmt: skip
+    rates = {"disk_read_bytes_s": "disk read", "disk_write_bytes_s": "disk written",
+             "network_out_bytes_s": "network out", "network_in_bytes_s": "network in"}  # fmt: skip
+    names = {**used, **rates}
     made = [
-        (
-            row["worker"],
-            "-" if row["cpu_busy"] is None else show_percent(row["cpu_busy"]),
-            "-" if row["host_memory_used_bytes"] is None else show_bytes(round(row["host_memory_used_bytes"])),
-            *("-" if row[name] is None else f"{show_bytes(round(row[name]))}/s" for name in rates),
-        )
+        (row["worker"], *("-" if row[name] is None else _use(name, row[name]) for name in names))
         for row in rows
-        if any(row[name] is not None for name in ("cpu_busy", "host_memory_used_bytes", *rates))
+        if any(row[name] is not None for name in names)
     ]
-    return Table(columns, tuple(made))
+    return without_empty(("machine of", *names.values()), made)
+
+
+def _use(name: str, value: float) -> str:
+    if name.endswith("_busy"):
+        return show_percent(value)
+    return show_bytes(round(value)) + ("/s" if name.endswith("_s") else "")
 
 
 def _speed(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -11,7 +11,7 @@ from guava_nb.render.values import show_float, show_joules, show_seconds
 from guava_nb.render.view import Table, View
 from guava_nb.status import EpochFigures, RunStatus
 
-__all__ = ["epoch_table", "runs_csv", "runs_view"]
+__all__ = ["epoch_table", "runs_csv", "runs_view", "without_empty"]
 
 #: A cell that has no figure.
 _NONE = "-"
@@ -41,7 +41,7 @@ def epoch_table(epochs: Sequence[EpochFigures]) -> Table:
         )
         for epoch in epochs
     ]
-    return _without_empty(head, rows)
+    return without_empty(head, rows)
 
 
 def runs_view(runs: Sequence[RunStatus], note: str = "") -> View:
@@ -70,7 +70,7 @@ def runs_view(runs: Sequence[RunStatus], note: str = "") -> View:
         for run in runs
     ]
     notes = (note,) if note else ()
-    return View("runs", f"{len(runs)} of this notebook", None, (_without_empty(head, rows),), notes)
+    return View("runs", f"{len(runs)} of this notebook", None, (without_empty(head, rows),), notes)
 
 
 def _last(run: RunStatus, name: str) -> float | None:
@@ -84,10 +84,10 @@ def _differing(runs: Sequence[RunStatus]) -> list[str]:
 
 
 def runs_csv(runs: Iterable[RunStatus]) -> str:
-    """Every point of the curves of runs as CSV: run, figure, step, value."""
+    """Every point of the curves of runs as CSV; those of devices have seconds since the run began instead of a step."""
     out = io.StringIO()
     rows = csv.writer(out, lineterminator="\n")
-    rows.writerow(("run", "figure", "step", "value"))
+    rows.writerow(("run", "figure", "step", "value", "seconds", "workers"))
     for run in runs:
         curves: Mapping[str, Iterable[tuple[int, float]]] = {
             "loss": run.losses,
@@ -97,8 +97,12 @@ def runs_csv(runs: Iterable[RunStatus]) -> str:
             "gradient norm": run.gradient_norms,
         }
         rows.writerows(
-            (run.run_id, name, step, repr(value)) for name, points in curves.items() for step, value in points
+            (run.run_id, name, step, repr(value), "", "") for name, points in curves.items() for step, value in points
         )
+        for one in run.devices:
+            kind, memory = ("GPU", "GPU memory") if one.is_gpu else ("CPU", "RAM in use")
+            for name, points in ((f"{kind} busy", one.busy), (f"{memory} bytes", one.memory_used_bytes)):
+                rows.writerows((run.run_id, name, "", repr(value), at, one.workers) for at, value in points)
     return out.getvalue()
 
 
@@ -106,7 +110,7 @@ def _number(value: float | None) -> str:
     return _NONE if value is None else show_float(value)
 
 
-def _without_empty(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def without_empty(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """The columns in which some row has something."""
     if not rows:
         return Table((), ())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,15 +16,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-from guava_nb.render.charts import SMOOTHING, Chart, Line, Scale, charts_of, finite, smoothed, tick_text
+from guava_nb.render.charts import SMOOTHING, Chart, Line, Scale, charts_of, finite, smoothed
 from guava_nb.render.view import Curve
 from guava_nb.status import Points, RunStatus
 
-__all__ = ["HEIGHT_PX", "WIDTH_PX", "classes_png", "curve_png", "runs_png", "watts_png"]
+__all__ = ["classes_png", "curve_png", "runs_png", "size_px", "watts_png"]
 
 _DPI = 100
 _WIDTH_IN, _HEIGHT_IN = 6.4, 4.4
-WIDTH_PX, HEIGHT_PX = round(_WIDTH_IN * _DPI), round(_HEIGHT_IN * _DPI)
 _GREY = "#808080"  # readable on light and on dark pages
 _LETTERS = 10
 _IMAGES_IN_A_ROW = 6
@@ -48,9 +48,10 @@ def curve_png(curve: Curve, smoothing: float = SMOOTHING) -> bytes:
     """Draw the charts of a run, and return the picture as PNG with a clear background."""
     charts = charts_of(curve)
     columns = 2 if len(charts) > 1 else 1
-    figure = _empty(_HEIGHT_IN)
+    rows = -(-len(charts) // columns)
+    figure = _empty(_HEIGHT_IN / 2 * max(2, rows))
     for number, chart in enumerate(charts, 1):
-        _draw(figure.add_subplot(-(-len(charts) // columns), columns, number), chart, smoothing)
+        _draw(figure.add_subplot(rows, columns, number), chart, smoothing)
     return _png(figure)
 
 
@@ -87,13 +88,15 @@ def _draw(axes: Axes, chart: Chart, smoothing: float) -> None:
     if chart.scale.is_log:
         axes.set_yscale("log")
     axes.set_ylim(chart.scale.low, chart.scale.high)
-    axes.set_xlim(0, chart.last_step)
+    axes.set_xlim(0, chart.last)
+    if chart.is_over_time:
+        axes.set_xticks([0, chart.last], ["0", chart.last_text])
     ticks = chart.scale.ticks()
     axes.yaxis.set_major_locator(FixedLocator(list(ticks)))
-    axes.yaxis.set_major_formatter(FixedFormatter([tick_text(tick) for tick in ticks]))
+    axes.yaxis.set_major_formatter(FixedFormatter([chart.value_text(tick) for tick in ticks]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_title(chart.title, loc="left", fontsize=_LETTERS, color=_GREY)
-    axes.set_xlabel("step", fontsize=_LETTERS)
+    axes.set_xlabel("time" if chart.is_over_time else "step", fontsize=_LETTERS)
     _plain(axes)
 
 
@@ -121,6 +124,12 @@ def _png(figure: Figure) -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png", transparent=True)
     return out.getvalue()
+
+
+def size_px(png: bytes) -> tuple[int, int]:
+    """Return width and height of a picture."""
+    width, height = struct.unpack_from(">II", png, 16)  # of its header, which comes first
+    return width, height
 
 
 def classes_png(

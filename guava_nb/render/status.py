@@ -159,7 +159,7 @@ def _curve(run: RunStatus) -> Curve | None:
         return None
     last = None if run.total_steps is None else run.steps_before + run.total_steps
     val = tuple((step, loss) for step, loss, *_ in run.val)
-    return Curve(run.losses, val, run.scores, run.learning_rates, run.gradient_norms, last)
+    return Curve(run.losses, val, run.scores, run.learning_rates, run.gradient_norms, last, run.devices)
 
 
 def _notes(run: RunStatus, notices: Sequence[str]) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from guava_nb.render.charts import Chart, Line, smoothed, tick_text
+from guava_nb.render.charts import Chart, Line, smoothed
 from guava_nb.status import Points
 
 __all__ = ["charts_html"]
@@ -15,6 +15,8 @@ _WIDTH, _HEIGHT, _SMALL_HEIGHT = 600, 300, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 12, 40, 34
 #: Points of a line: more would not be seen, and each is sent with every frame.
 _MOST_POINTS = 120
+#: That stand above a chart.
+_MOST_CHARACTERS = 48
 
 
 def charts_html(charts: tuple[Chart, ...], smoothing: float = 0.0) -> str:
@@ -45,31 +47,35 @@ def _svg(chart: Chart, smoothing: float) -> str:
 
 def _title(chart: Chart) -> str:
     named = [(number, line) for number, line in enumerate(chart.lines) if line.name and line.name != chart.title]
+    texts = [f"{line.name} {_last(chart, line)}" for _, line in named]
+    if len(chart.title) + sum(len(text) + 2 for text in texts) > _MOST_CHARACTERS:
+        texts = [line.name for _, line in named]
     legend = "".join(
-        f'<tspan dx="14" fill="{_COLOURS[number % len(_COLOURS)]}">{escape(line.name)} {_last(line)}</tspan>'
-        for number, line in named
+        f'<tspan dx="14" fill="{_COLOURS[number % len(_COLOURS)]}">{escape(text)}</tspan>'
+        for (number, _), text in zip(named, texts, strict=True)
     )
-    figure = "" if named else f'<tspan dx="14">{_last(chart.lines[0])}</tspan>'
+    figure = "" if named else f'<tspan dx="14">{_last(chart, chart.lines[0])}</tspan>'
     return f'<text x="0" y="22"><tspan font-weight="600">{escape(chart.title)}</tspan>{legend}{figure}</text>'
 
 
-def _last(line: Line) -> str:
-    return tick_text(line.points[-1][1])
+def _last(chart: Chart, line: Line) -> str:
+    return chart.value_text(line.points[-1][1])
 
 
 def _axes(chart: Chart, height: int) -> str:
-    """Horizontal lines with their values, and the first and the last step."""
+    """Horizontal lines with their values, and where the lower axis begins and ends."""
     rules, base = [], height - _BOTTOM
     for value in chart.scale.ticks():
         y = round(_y(chart, value, height))
         rules.append(f'<path d="M{_LEFT} {y}H{_WIDTH - _RIGHT}" stroke="currentColor" stroke-opacity=".2"/>')
-        rules.append(f'<text x="{_LEFT - 8}" y="{y + 7}" text-anchor="end" opacity=".7">{tick_text(value)}</text>')
+        rules.append(
+            f'<text x="{_LEFT - 8}" y="{y + 7}" text-anchor="end" opacity=".7">{chart.value_text(value)}</text>'
+        )
     foot = height - 6
     rules.append(f'<text x="{_LEFT}" y="{foot}" opacity=".7">0</text>')
-    rules.append(f'<text x="{(_LEFT + _WIDTH) // 2}" y="{foot}" text-anchor="middle" opacity=".7">step</text>')
-    rules.append(
-        f'<text x="{_WIDTH - _RIGHT}" y="{foot}" text-anchor="end" opacity=".7">{tick_text(chart.last_step)}</text>'
-    )
+    over = "time" if chart.is_over_time else "step"
+    rules.append(f'<text x="{(_LEFT + _WIDTH) // 2}" y="{foot}" text-anchor="middle" opacity=".7">{over}</text>')
+    rules.append(f'<text x="{_WIDTH - _RIGHT}" y="{foot}" text-anchor="end" opacity=".7">{chart.last_text}</text>')
     rules.append(f'<path d="M{_LEFT} {_TOP}V{base}" stroke="currentColor" stroke-opacity=".5"/>')
     return "".join(rules)
 
@@ -84,7 +90,7 @@ def _dot(chart: Chart, point: tuple[int, float], height: int, colour: str) -> st
 
 
 def _x(chart: Chart, step: int) -> int:
-    return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * step / chart.last_step)
+    return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * step / chart.last)
 
 
 def _y(chart: Chart, value: float, height: int) -> float:

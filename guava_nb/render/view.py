@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from guava_nb.status import Points
+from guava_nb.status import DeviceUse, Points
 
 __all__ = ["Curve", "Progress", "Table", "View"]
 
@@ -48,6 +48,7 @@ class Curve:
         losses, val: in training and in validation.
         scores: what validations measured beside the loss, by name.
         last_step: of the whole run; None while nobody knows.
+        devices: how they were used.
     """
 
     losses: Points
@@ -56,6 +57,7 @@ class Curve:
     learning_rates: Points = ()
     gradient_norms: Points = ()
     last_step: int | None = None
+    devices: tuple[DeviceUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,9 +77,11 @@ def _work(figures: OwnFigures) -> str:
 
 def _device(device: str, figures: OwnFigures) -> str:
     parts = [device_words(device, figures.device_name)] if figures.device_name else []
+    parts += [f"{figures.threads} thread{'' if figures.threads == 1 else 's'}"] if figures.threads is not None else []
     parts += [f"{show_percent(figures.busy)} busy"] if figures.busy is not None else []
     if figures.memory_used_bytes is not None and figures.memory_bytes is not None:
-        parts.append(f"{show_bytes_pair(figures.memory_used_bytes, figures.memory_bytes)} of memory in use")
+        kind = "RAM" if device == "cpu" else "memory"
+        parts.append(f"{show_bytes_pair(figures.memory_used_bytes, figures.memory_bytes)} of {kind} in use")
     parts += [show_watts(figures.power_w)] if figures.power_w is not None else []
     return ", ".join(parts)
 

@@ -105,6 +105,19 @@ def _live(show: Cell) -> Cell:
     return lambda worker: show(worker) if is_there(worker) and worker.state != "suspect" else _NONE
 
 
+def _of_gpu(show: Cell) -> Cell:
+    return lambda worker: show(worker) if worker.device != "cpu" else _NONE
+
+
+def _of_machine(show: Cell) -> Cell:
+    """The figures are of the whole machine where a worker works on its processor."""
+    return lambda worker: show(worker) if worker.device == "cpu" else _NONE
+
+
+def _busy(worker: WorkerStatus) -> str:
+    return _percent(worker.busy)
+
+
 def _state(worker: WorkerStatus) -> str:
     return "away" if worker.state == "suspect" else worker.state
 
@@ -155,8 +168,10 @@ _WHO: tuple[tuple[str, Cell], ...] = (
 _GLANCE: tuple[tuple[str, Cell], ...] = (
     *_WHO,
     ("step time", _live(lambda worker: _seconds(worker.step_s))),
-    ("busy", _live(lambda worker: _percent(worker.busy))),
-    ("memory", _live(_memory)),
+    ("GPU busy", _live(_of_gpu(_busy))),
+    ("GPU memory", _live(_of_gpu(_memory))),
+    ("CPU busy", _live(_of_machine(_busy))),
+    ("RAM in use", _live(_of_machine(_memory))),
     ("power", _live(lambda worker: _NONE if worker.power_w is None else show_watts(worker.power_w))),
     ("energy", _joules),
     # Before it has worked, nothing was sent that says how fast the line is.

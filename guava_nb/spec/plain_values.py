@@ -1,14 +1,18 @@
 """What a user pushes to workers, and what code there gives back, as values that the tensor wire takes.
 
-Knows Python's plain types, tensors, arrays and pandas' tables; knows no worker and no cell. A table travels as columns of
-arrays and lists, anything else that is not plain as what it shows of itself. Nothing is ever unpickled.
+Knows Python's plain types, tensors, arrays and tables; knows no worker and no cell. A table of pandas travels as columns of
+arrays and lists, those of polars and pyarrow as Arrow's own stream, anything else that is not plain as what it shows of itself.
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import decimal
 import importlib
-from collections.abc import Mapping
+import io
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +28,15 @@ __all__ = ["RemoteObject", "Table", "pack_values", "unpack_values"]
 #: Characters of what an object shows of itself.
 _SHOWN_CHARS = 10_000
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, slice, torch.Size, torch.dtype, torch.device)
-_PLAIN = "numbers, text, lists, dicts, tensors, arrays and tables of pandas"
+_PLAIN = "Numbers, text, times, lists, dicts, tensors, arrays and tables of pandas, polars and pyarrow"
+#: What travels as its text: how it is read again.
+_WRITTEN: dict[str, tuple[type, Callable[[str], Any]]] = {
+    "datetime": (datetime.datetime, datetime.datetime.fromisoformat),
+    "date": (datetime.date, datetime.date.fromisoformat),
+    "time": (datetime.time, datetime.time.fromisoformat),
+    "Decimal": (decimal.Decimal, decimal.Decimal),
+}
+_NAME_OF = {kind: name for name, (kind, _) in _WRITTEN.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +65,23 @@ class Table:
     is_series: bool = False
 
 
+@dataclasses.dataclass
+class Written:
+    """A time of day, a date, a Decimal: its class, and its text."""
+
+    kind: str
+    text: str
+
+
+@dataclasses.dataclass
+class ArrowTable:
+    """A table as Arrow's stream of bytes; `library` and `kind` are those of its class."""
+
+    library: str
+    kind: str
+    stream: np.ndarray[Any, Any]
+
+
 def pack_values(values: Mapping[str, Any], strictly: bool) -> tuple[Tree, list[memoryview]]:
     """Describe named values for the wire.
 
@@ -76,11 +105,11 @@ def pack_values(values: Mapping[str, Any], strictly: bool) -> tuple[Tree, list[m
 
 
 def unpack_values(tree: Tree, payload: Any) -> dict[str, Any]:
-    """Build named values again; tables become those of pandas where it is installed.
+    """Build named values again.
 
     Raises:
         RemoteProtocolError: record and payload do not describe plain values.
-        ConfigError: there is a table among them, and pandas is not installed here.
+        ConfigError: there is a table among them whose library is not installed here.
     """
     found = unpack(tree, payload, _class_of)
     if not isinstance(found, dict):
@@ -89,7 +118,7 @@ def unpack_values(tree: Tree, payload: Any) -> dict[str, Any]:
         return {str(name): _rebuilt(value) for name, value in found.items()}
     except GuavaError:
         raise
-    except Exception as error:  # what pandas raises of columns that are none
+    except Exception as error:  # what a library raises of a table that is none
         raise RemoteProtocolError(f"a table arrived damaged ({type(error).__name__}: {error})") from error
 
 
@@ -113,13 +142,33 @@ class _Plain:
         for kind in (list, tuple, set, frozenset):
             if isinstance(value, kind):
                 return kind(map(self.of, value))
-        return self._table(value) if type(value).__module__.partition(".")[0] == "pandas" else self._other(value)
+        if type(value) in _NAME_OF:
+            return Written(
+                _NAME_OF[type(value)], str(value) if isinstance(value, decimal.Decimal) else value.isoformat()
+            )
+        if type(value) is datetime.timedelta:
+            return Written("timedelta", f"{value.days} {value.seconds} {value.microseconds}")
+        library = type(value).__module__.partition(".")[0]
+        if library == "pandas":
+            return self._table(value)
+        return self._arrow(library, value) if library in ("polars", "pyarrow") else self._other(value)
+
+    def _arrow(self, library: str, value: Any) -> Any:
+        kind, sink = type(value).__name__, io.BytesIO()
+        if library == "polars" and kind in ("DataFrame", "Series"):
+            (value.to_frame() if kind == "Series" else value).write_ipc_stream(sink)
+        elif library == "pyarrow" and kind in ("Table", "RecordBatch"):
+            with importlib.import_module("pyarrow").ipc.new_stream(sink, value.schema) as writer:
+                writer.write(value)
+        else:
+            return self._other(value)
+        return ArrowTable(library, kind, np.frombuffer(sink.getbuffer(), np.uint8))
 
     def _key(self, key: Any) -> Any:
         return key if type(key) in _ATOMS or isinstance(key, tuple | np.generic) else self._other(key, "a key of ")
 
     def _array(self, value: np.ndarray[Any, Any]) -> Any:
-        if value.dtype.kind == "V":  # of several fields
+        if value.dtype.kind in "VT":  # of several fields; of strings that lie elsewhere
             return self._other(value)
         if value.dtype.kind != "O":
             return value
@@ -167,9 +216,40 @@ class _Plain:
             return _shown(value)
         kind = type(value)
         raise ConfigError(
-            f"{what}{self._name} is a {kind.__module__}.{kind.__qualname__}, which cannot travel: {_PLAIN} can; make it there "
-            "in a %%guava_px cell instead"
+            f"{what}{self._name} is a {kind.__module__}.{kind.__qualname__}, which cannot travel: {_way(value)}. {_PLAIN} can"
         )
+
+
+def _way(value: Any) -> str:
+    """What to do with a value that cannot travel."""
+    kind = type(value)
+    if isinstance(value, torch.nn.Module):
+        return "push its state_dict(), and make the model there in a %%guava_px cell"
+    if isinstance(value, np.ndarray) and value.dtype.names:
+        return "push a dict of its fields"
+    if isinstance(value, np.ndarray) and value.dtype.kind == "T":
+        return "push its astype(str)"
+    for name, way in _WAYS.items():
+        if hasattr(value, name):
+            return way
+    if dataclasses.is_dataclass(value):
+        return "push dataclasses.asdict() of it"
+    if kind.__module__.partition(".")[0] == "PIL":
+        return "push numpy.asarray() of it"
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return "push list() of it"
+    return "make it there in a %%guava_px cell"
+
+
+#: What has one of these methods or attributes is turned into something plain by it.
+_WAYS = {
+    "is_sparse": "push its to_dense(), or its as_subclass(torch.Tensor)",
+    "to_pydatetime": "push its to_pydatetime()",
+    "__fspath__": "push str() of it",
+    "filled": "push its filled()",
+    "collect": "push its collect()",
+    "toarray": "push its toarray()",
+}
 
 
 def _shown(value: Any) -> RemoteObject:
@@ -182,7 +262,7 @@ def _shown(value: Any) -> RemoteObject:
     )
 
 
-_CLASSES: dict[str, type] = {class_name(kind): kind for kind in (RemoteObject, Table)}
+_CLASSES: dict[str, type] = {class_name(kind): kind for kind in (ArrowTable, RemoteObject, Table, Written)}
 
 
 def _class_of(name: str) -> type:
@@ -194,6 +274,10 @@ def _class_of(name: str) -> type:
 def _rebuilt(value: Any) -> Any:
     if isinstance(value, Table):
         return _frame(value)
+    if isinstance(value, ArrowTable):
+        return _arrow_table(value)
+    if isinstance(value, Written):
+        return _read(value)
     if isinstance(value, dict):
         return {key: _rebuilt(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -201,13 +285,42 @@ def _rebuilt(value: Any) -> Any:
     return value
 
 
-def _frame(table: Table) -> Any:
+def _read(value: Written) -> Any:
+    if value.kind == "timedelta":
+        days, seconds, microseconds = map(int, value.text.split())
+        return datetime.timedelta(days, seconds, microseconds)
+    return _WRITTEN[value.kind][1](value.text)
+
+
+def _library(name: str) -> Any:
     try:
-        pandas = importlib.import_module("pandas")
+        return importlib.import_module(name)
     except ImportError:
         raise ConfigError(
-            "a table of pandas arrived where pandas is not installed: pandas is needed on both sides"
+            f"a table of {name} arrived where {name} is not installed: it is needed on both sides"
         ) from None
+
+
+def _arrow_table(table: ArrowTable) -> Any:
+    stream = table.stream.data
+    if table.library == "polars":
+        frame = _library("polars").read_ipc_stream(io.BytesIO(stream))
+        return frame.to_series() if table.kind == "Series" else frame
+    if table.library != "pyarrow":
+        raise RemoteProtocolError("a table of a library arrived that this version does not know")
+    found = _library("pyarrow").ipc.open_stream(stream).read_all()
+    found.validate(full=True)  # another machine wrote it
+    return _whole_batch(found) if table.kind == "RecordBatch" else found
+
+
+def _whole_batch(table: Any) -> Any:
+    return next(iter(table.combine_chunks().to_batches()), None) or _library("pyarrow").RecordBatch.from_pylist(
+        [], table.schema
+    )
+
+
+def _frame(table: Table) -> Any:
+    pandas = _library("pandas")
     index = None if table.index is None else pandas.Index(_series(pandas, *table.index), name=table.index[0])
     columns = [_series(pandas, *column) for column in table.columns]
     if table.is_series:

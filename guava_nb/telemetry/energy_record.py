@@ -45,7 +45,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 #: What is told of a worker's machine.
-_MACHINE = ("cpu_busy", "host_memory_used_bytes", *RATES)
+_MACHINE = ("gpu_busy", "gpu_memory_used_bytes", "cpu_busy", "host_memory_used_bytes", *RATES)
 
 
 class EnergyRecord(Mapping[str, Any]):

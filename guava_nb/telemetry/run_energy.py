@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from guava_nb.protocol.messages import AskEnergy, BoardEnergy, Energy, Message
+from guava_nb.protocol.messages import AskEnergy, BoardEnergy, Energy, Hello, Message
+from guava_nb.status import DeviceUse
 from guava_nb.telemetry import NOT_MEASURED
+from guava_nb.telemetry.device_curves import DeviceCurves
 from guava_nb.telemetry.machine import RATES
 from guava_nb.telemetry.window import total_joules
 
 __all__ = ["EnergyBook", "RunEnergy"]
 
+T = TypeVar("T")
 Tell = Callable[[int, Message], bool]
 #: Samples that a member has done in a run, and tokens, None where they are not counted.
 Worked = Callable[[int], tuple[int, float | None]]
@@ -68,6 +72,11 @@ class EnergyBook:
         with self._changed:
             self._listeners = [run]
 
+    def read(self, of_run: Callable[[], T]) -> T:
+        """Return what a run made of the reports that it has heard, while it hears none."""
+        with self._changed:
+            return of_run()
+
     def leave(self, run: RunEnergy) -> None:
         """Let a run hear nothing more."""
         with self._changed:
@@ -91,7 +100,13 @@ class _Heard:
     def look(self, report: Energy) -> None:
         """Note how busy its machine was."""
         rates = dict(zip(RATES, report.rates, strict=False))
-        shown = {"cpu_busy": report.cpu_busy, "host_memory_used_bytes": report.host_memory_used_bytes, **rates}
+        shown = {
+            "gpu_busy": report.busy,
+            "gpu_memory_used_bytes": report.memory_used_bytes,
+            "cpu_busy": report.cpu_busy,
+            "host_memory_used_bytes": report.host_memory_used_bytes,
+            **rates,
+        }
         for name, value in shown.items():
             if value is not None:
                 total, count = self.machine.get(name, (0.0, 0))
@@ -106,8 +121,9 @@ class RunEnergy:
         run_id: of the run.
         tell: sends a message to a member; False when it is gone.
         name: of a member.
-        device: name of a member's device.
+        hello: what a member said of its device and its machine.
         worked: what a member has done in this run so far.
+        clock: seconds.
     """
 
     def __init__(
@@ -116,11 +132,13 @@ class RunEnergy:
         run_id: str,
         tell: Tell,
         name: Callable[[int], str],
-        device: Callable[[int], str],
+        hello: Callable[[int], Hello],
         worked: Worked,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._book, self._run_id, self._tell, self._name, self._device = book, run_id, tell, name, device
-        self._worked = worked
+        self._book, self._run_id, self._tell, self._name, self._hello = book, run_id, tell, name, hello
+        self._worked, self._clock, self._begun = worked, clock, clock()
+        self._devices = DeviceCurves()
         self._heard: dict[int, _Heard] = {}
         self._epochs: list[int] = []  # marks at the end of each epoch
         self._members: set[int] = set()
@@ -134,6 +152,8 @@ class RunEnergy:
         _draw(known.curve, known.last, message)
         known.last = message
         known.look(message)
+        hello = self._hello(rank)
+        self._devices.heard(self._name(rank), hello.host_id or hello.hostname, self._clock() - self._begun, message)
         if 0 < message.mark <= self._book.asked:
             known.marks[message.mark] = message
 
@@ -183,11 +203,15 @@ class RunEnergy:
         """Return (seconds since it prepared the run, watts of all its boards) per worker, thinned; of those measured only."""
         return {self._name(rank): list(known.curve) for rank, known in sorted(self._heard.items()) if known.curve}
 
+    def devices(self) -> tuple[DeviceUse, ...]:
+        """Return how the workers' devices were used so far; each once, also where workers share one."""
+        return self._book.read(self._devices.uses)
+
     def _record(self, rank: int, owners: dict[str, str]) -> dict[str, Any]:
         name = self._name(rank)
         samples, tokens = self._worked(rank)
         record: dict[str, Any] = {
-            "worker": name, "device": self._device(rank), "joules": None, "method": NOT_MEASURED,
+            "worker": name, "device": self._hello(rank).device_name, "joules": None, "method": NOT_MEASURED,
             "samples": samples, "tokens": tokens,
         }  # fmt: skip
         known = self._heard.get(rank)

@@ -84,7 +84,7 @@ class TrainingJob(Job):
         if plan.cache_static:
             replica_set.writer.leave_unread(plan.feed)
         self._energy = RunEnergy(
-            cluster.energy, replica_set.run_id, cluster.send, cluster.name, cluster.device_name, cluster.worked
+            cluster.energy, replica_set.run_id, cluster.send, cluster.name, cluster.hello, cluster.worked
         )
         self.run = run = self._new_run(model)
         self.logs = RunLogs(run, cluster.notice, plan.logged)

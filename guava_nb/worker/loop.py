@@ -59,6 +59,7 @@ from guava_nb.worker.preparation import USER_ERRORS, Preparation, PreparedRun, S
 from guava_nb.worker.process_group import GroupSeat
 from guava_nb.worker.saving.state_keeper import StateKeeper
 from guava_nb.worker.steps import StepRunner
+from guava_nb.worker.token_teller import NobodyWaits, TokenTeller
 from guava_nb.worker.user_code.cell_runner import CellRunner
 
 __all__ = ["WorkerLoop"]
@@ -101,6 +102,7 @@ class WorkerLoop:
 
     Attributes:
         keeper: of these states.
+        tokens: tells what prompts in work have become so far.
     """
 
     def __init__(
@@ -124,10 +126,12 @@ class WorkerLoop:
         self._reader = RowReader(send)
         self.keeper = StateKeeper(send, states)
         self.user_code = CellRunner(send, device, seat)
+        self.tokens = TokenTeller(send, lambda: self.is_leaving or self._is_ending)
         self._run: PreparedRun | None = None
         self._ticks = ScheduleTicks()
         self._session_id = ""  # of the orchestrator's session: what is held is of its runs
         self._leaving = ""
+        self._is_ending = False  # the session is over: no one waits for what is in work
         self._leave_deadline: float | None = None  # a leave was said; until then the orchestrator may ask for the state
         self.name = ""
 
@@ -155,6 +159,7 @@ class WorkerLoop:
 
     def end(self) -> None:
         """End the loop as soon as it looks at its queue; from any thread."""
+        self._is_ending = True
         self.user_code.interrupt()
         self._queue.put(_Arrival(Refused(_ENDED, "")))
 
@@ -191,6 +196,7 @@ class WorkerLoop:
 
     def between_sessions(self) -> None:
         """The session is over and another may follow: drop what came of it, keep the state of the last committed step."""
+        self._is_ending = False
         while not self._queue.empty():
             arrival = self._queue.get()
             if arrival is not None:
@@ -426,7 +432,10 @@ class WorkerLoop:
             if isinstance(message, Evaluate):
                 reply, buffers = run.evaluator.evaluate(message, load())
             else:
-                reply, buffers = run.evaluator.predict(message, load())
+                with self.tokens.during(message):
+                    reply, buffers = run.evaluator.predict(message, load())
+        except NobodyWaits:
+            return
         except USER_ERRORS as error:  # the user's model, metric or data; shown in the orchestrator's cell
             self._steps.fail(error, message.run_id, request=message.request_id)
             return

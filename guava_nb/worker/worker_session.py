@@ -124,8 +124,9 @@ class OwnWork:
         self._done[ready.step] = self._done.get(ready.step, 0) + rows
         self._waits.reported(now_s, ready.wait_s)
         self._figures = replace(
-            self._figures, share=share, step_s=ready.forward_s + ready.backward_s, waits=self._waits.worker_waits
-        )
+            self._figures, share=share, step_s=ready.forward_s + ready.backward_s, waits=self._waits.worker_waits,
+            threads=torch.get_num_threads() if self._on_cpu else None,  # asked in the thread that computes
+        )  # fmt: skip
 
     def _committed(self, step: int) -> None:
         rows = sum(self._done.pop(done) for done in [known for known in self._done if known <= step])
@@ -416,7 +417,7 @@ class WorkerSession:
             self._work.arrived(event.message)
             if self._endpoint.post(event.message, memoryview(event.payload), event.done):
                 return
-            if any(part.post(event.message) for part in (self._prober, self._lines, self._energy)):
+            if any(part.post(event.message) for part in (self._prober, self._lines, self._energy, self.loop.tokens)):
                 event.done()
                 return
             if isinstance(event.message, InterruptCode):

@@ -170,7 +170,7 @@ class DirectWorker:
             self._send(LineMeasured(message.measuring_id, error="there is no line"), ())
         elif isinstance(message, InterruptCode):
             self.loop.user_code.interrupt(message.request_id)
-        else:
+        elif not self.loop.tokens.post(message):
             self.loop.post(message, payload)
 
     def _run(self) -> None:

@@ -235,8 +235,10 @@ class FakeOrchestrator:
             on_output(name, [f"rank {number} printed"])
         on_wait()
 
-    def generate(self, prompts: Any, on_done: Any, progress: Any, **settings: Any) -> Any:
+    def generate(self, prompts: Any, on_done: Any, on_tokens: Any, progress: Any, **settings: Any) -> Any:
         self.calls.append(("generate", (prompts, settings)))
+        for number in reversed(range(len(prompts))):
+            on_tokens(number, self.results[:1])
         for number in range(len(prompts)):
             on_done(number, self.results)
             progress(number + 1, len(prompts))

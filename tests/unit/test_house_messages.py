@@ -32,7 +32,7 @@ OTHER_PACKAGES = {"einops", "guava-nb", "huggingface_hub", "ipykernel", "pyngrok
 OTHER_CALLS = {
     *("as_subclass", "cross_entropy", "full_tensor", "get_extra_state", "init_process_group", "load_state_dict", "manual_seed"),
     *("no_grad", "renorm_", "requires_grad_", "reset_index", "save_pretrained", "state_dict", "zero_grad"),
-    *("build_data", "guava_nb_cell"),
+    *("build_data", "to_dense", "to_pydatetime", "guava_nb_cell"),
 }  # fmt: skip
 OTHER_KEYWORDS = {
     *("batch_first", "create_graph", "drop_last", "enable_nested_tensor", "max_norm", "memory_format", "num_return_sequences"),

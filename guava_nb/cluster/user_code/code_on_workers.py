@@ -128,7 +128,7 @@ class CodeOnWorkers:
         Args:
             on: names of workers; None: all that are connected.
             on_output: gets a worker's name and lines that it printed, as they come.
-            values: numbers, text, lists, dicts, tensors, arrays and tables of pandas, by name.
+            values: numbers, text, lists, dicts, times, tensors, arrays and tables of pandas, polars and pyarrow, by name.
 
         Raises:
             ConfigError: a value is not plain data; or as for `run_code`.

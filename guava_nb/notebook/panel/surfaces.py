@@ -252,11 +252,12 @@ class DisplaySurface:
 
 def show_charts(curve: Curve, smoothing: float) -> None:
     """Display the charts of a run as a picture that stays; its size travels with it, so that a page keeps the room."""
-    from guava_nb.render.pictures import HEIGHT_PX, WIDTH_PX, curve_png  # matplotlib takes a second to load, once
+    from guava_nb.render.pictures import curve_png, size_px  # matplotlib takes a second to load, once
 
-    bundle = {"image/png": curve_png(curve, smoothing), "text/plain": "charts of the run"}
-    size = {"image/png": {"width": WIDTH_PX, "height": HEIGHT_PX}}
-    display(cast(Any, bundle), raw=True, metadata=size)
+    png = curve_png(curve, smoothing)
+    width, height = size_px(png)
+    bundle = {"image/png": png, "text/plain": "charts of the run"}
+    display(cast(Any, bundle), raw=True, metadata={"image/png": {"width": width, "height": height}})
 
 
 def _time_of_day(at: float) -> str:

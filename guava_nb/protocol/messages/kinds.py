@@ -40,7 +40,7 @@ FROM_WORKERS: frozenset[type[Message]] = frozenset(
         *(step_records.StateLoaded, step_records.State, step_records.GradientBucket, step_records.Ready),
         step_records.StepApplied,
         *(group_records.GroupFormed, group_records.ProbeListening, group_records.ProbeReport),
-        *(pass_records.Evaluated, pass_records.Predicted, pass_records.StepChecked),
+        *(pass_records.Evaluated, pass_records.Predicted, pass_records.Generated, pass_records.StepChecked),
         *(row_records.CacheHeld, row_records.RowList, row_records.RowsWanted, row_records.DataFacts),
         *(code_records.CodeRan, code_records.CodeValues),
         *(report_records.Log, report_records.Failure, report_records.Energy, measure_records.LineMeasured),

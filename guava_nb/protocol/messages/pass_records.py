@@ -10,7 +10,18 @@ from guava_nb.protocol.messages.row_records import CachedRows
 from guava_nb.protocol.messages.run_records import Factory, MetricSpec
 from guava_nb.protocol.messages.wire_types import Channel, Message, Tree
 
-__all__ = ["CheckStep", "Evaluate", "Evaluated", "Finding", "Predict", "Predicted", "StepChecked", "Wanted"]
+__all__ = [
+    "CheckStep",
+    "Evaluate",
+    "Evaluated",
+    "Finding",
+    "Generated",
+    "GivenUp",
+    "Predict",
+    "Predicted",
+    "StepChecked",
+    "Wanted",
+]
 
 
 class Evaluate(Message, frozen=True, kw_only=True):
@@ -106,6 +117,33 @@ class Predicted(Message, frozen=True):
     request_id: int
     rows: int
     columns: Tree = Tree(b"")
+
+
+class Generated(Message, frozen=True):
+    """Worker to orchestrator (METRICS): tokens that it added to a prompt of a `Predict` in work; the answer has them all again.
+
+    Attributes:
+        number: of the prompt.
+        begin: how many of the prompt's tokens were told before.
+    """
+
+    NUMBER: ClassVar[int] = 84
+    CHANNEL: ClassVar[Channel] = Channel.METRICS
+
+    run_id: str
+    request_id: int
+    number: int
+    begin: int
+    tokens: tuple[int, ...]
+
+
+class GivenUp(Message, frozen=True):
+    """Orchestrator to worker (CONTROL): no one waits for the answer to this `Predict` any more."""
+
+    NUMBER: ClassVar[int] = 85
+
+    run_id: str
+    request_id: int
 
 
 class CheckStep(Message, frozen=True, kw_only=True):

@@ -6,8 +6,12 @@ prompts are beside it, or where. Knows models that give logits [B, T, V]; knows 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +20,24 @@ from torch import Tensor, nn
 from guava_nb.errors import ConfigError
 from guava_nb.replica.rng import seeded
 
-__all__ = ["NO_TOKEN", "Sampling", "continued", "generate_rows"]
+__all__ = ["NO_TOKEN", "Sampling", "continued", "each_token_to", "generate_rows"]
 
 #: Fills rows of tokens that ended early.
 NO_TOKEN = -1
+
+#: Gets the number of a prompt and each token that follows it, as soon as it is made; may raise, and that ends the generating.
+OnToken = Callable[[int, int], None]
+_on_token: ContextVar[OnToken] = ContextVar("on_token", default=lambda number, token: None)
+
+
+@contextmanager
+def each_token_to(on_token: OnToken) -> Iterator[None]:
+    """Have the tokens that `generate_rows` makes inside told as they are made, those of beams apart: they may be taken back."""
+    before = _on_token.set(on_token)
+    try:
+        yield
+    finally:
+        _on_token.reset(before)
 
 
 @dataclass(frozen=True)
@@ -95,21 +113,37 @@ def continued(model: nn.Module, prompt: Tensor, how: Sampling, number: int = 0) 
     Raises:
         ConfigError: the model gives no logits [B, T, V], or takes none of `how.more`.
     """
+    tell = partial(_on_token.get(), number)
     with torch.no_grad():
         if hasattr(model, "generation_config"):  # transformers': others' generate have arguments of their own
             with seeded(how.seed + number, prompt.device):
-                found = _by_model(model, prompt, how)
+                found = _by_model(model, prompt, how, tell)
         elif how.more:
             raise ConfigError(
                 f"{', '.join(how.more)}: only a model of transformers takes further arguments, and {type(model).__name__} is "
                 "none"
             )
         else:
-            found = _by_loop(model, prompt, how, _Choice(how.temperature, how.top_k, how.seed + number))
+            found = _by_loop(model, prompt, how, _Choice(how.temperature, how.top_k, how.seed + number), tell)
     return found.to("cpu", torch.int64)
 
 
-def _by_model(model: Any, prompt: Tensor, how: Sampling) -> Tensor:
+class _Streamer:
+    """What transformers' `generate` tells its tokens: at first what it begins with."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self._tell, self._has_begun = tell, False
+
+    def put(self, tokens: Tensor) -> None:
+        for token in tokens.flatten().tolist() if self._has_begun else ():
+            self._tell(token)
+        self._has_begun = True
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def _by_model(model: Any, prompt: Tensor, how: Sampling, tell: Callable[[int], None]) -> Tensor:
     settings: dict[str, Any] = {"max_new_tokens": how.new, "do_sample": how.temperature > 0, **how.more}
     if how.temperature > 0:
         settings.setdefault("temperature", how.temperature)
@@ -117,6 +151,9 @@ def _by_model(model: Any, prompt: Tensor, how: Sampling) -> Tensor:
     if how.end is not None:
         settings.setdefault("eos_token_id", how.end)
         settings.setdefault("pad_token_id", how.end)
+    beams = settings.get("num_beams", getattr(model.generation_config, "num_beams", None))
+    if beams in (None, 1) and "streamer" in inspect.signature(model.generate).parameters:
+        settings["streamer"] = _Streamer(tell)
     made = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **settings)
     made = getattr(made, "sequences", made)
     if made.ndim != 2 or len(made) != 1:
@@ -126,12 +163,13 @@ def _by_model(model: Any, prompt: Tensor, how: Sampling) -> Tensor:
     return tokens
 
 
-def _by_loop(model: nn.Module, prompt: Tensor, how: Sampling, choice: _Choice) -> Tensor:
+def _by_loop(model: nn.Module, prompt: Tensor, how: Sampling, choice: _Choice, tell: Callable[[int], None]) -> Tensor:
     tokens = prompt[None]
     for _ in range(how.new):
         logits = _logits(model, tokens if how.context is None else tokens[:, -how.context :])
         chosen = choice.of(logits[0, -1])
         tokens = torch.cat([tokens, tokens.new_full((1, 1), chosen)], dim=1)
+        tell(chosen)
         if chosen == how.end:
             break
     return tokens[0, len(prompt) :]

@@ -62,6 +62,7 @@ ANSWERS: dict[type[Message], Rule] = {
     m.GroupFormed: _to(m.FormGroup, "run_id", "generation"),
     m.Evaluated: _to(m.Evaluate, "run_id", "request_id"),
     m.Predicted: _to((m.Evaluate, m.Predict), "run_id", "request_id"),
+    m.Generated: _to(m.Predict, "run_id", "request_id"),
     m.StepChecked: _to(m.CheckStep, "run_id", "request_id"),
     m.Failure: _failed,
     m.CacheHeld: _to(m.Prepare, "run_id"),

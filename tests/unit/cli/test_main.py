@@ -121,3 +121,17 @@ def test_doctor_command(
 
 def test_errors_have_a_common_root() -> None:
     assert issubclass(ConfigError, GuavaError)
+
+
+@pytest.mark.parametrize("word", ["up", "train", "push"])
+def test_a_magic_in_a_terminal_is_told_where_it_belongs(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word, "--local", "2"]) == 2
+    assert f"write %guava_{word} in a cell, below %load_ext guava_nb" in capsys.readouterr().err
+
+
+def test_every_magic_without_a_command_of_its_name_is_told_so() -> None:
+    from guava_nb.cli.main import _OF_NOTEBOOKS
+    from guava_nb.notebook.commands import COMMANDS
+
+    commands = {"demo", "worker", "run", "status", "doctor"}
+    assert set(_OF_NOTEBOOKS) | commands == {one.name.removeprefix("guava_") for one in COMMANDS} | {"demo"}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from guava_nb.processes.launcher import WorkerHandle, lines_of
+from guava_nb.processes.launcher import WorkerHandle, lines_of, worker_environment
 from guava_nb.status import OwnFigures
 from guava_nb.worker.process import MARK
 
@@ -53,3 +53,16 @@ def test_lines_come_as_on_a_terminal(data: bytes, lines: list[str]) -> None:
 def test_a_flood_without_an_end_of_line_is_read_in_bounded_memory() -> None:
     assert len(flooded(b"x" * (8 << 20))[0]) == 64 << 10
     assert len(flooded(b"x\r" * (1 << 20))) <= 64
+
+
+def test_threads_that_wait_soon_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    made = worker_environment(None)
+    assert made["GOMP_SPINCOUNT"] == "1000" and "OMP_NUM_THREADS" not in made
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    made = worker_environment(None)
+    assert "GOMP_SPINCOUNT" not in made and made["OMP_NUM_THREADS"] == "7"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "5")
+    assert worker_environment(None)["GOMP_SPINCOUNT"] == "5"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guava_nb.render import Curve
 from guava_nb.render.charts import Scale, Scales, charts_of, smoothed, tick_text
-from guava_nb.render.pictures import classes_png, curve_png
+from guava_nb.render.pictures import classes_png, curve_png, size_px
 from guava_nb.render.svg import charts_html
+from guava_nb.status import DeviceUse
 
 POINTS = tuple((step, 2.0 / (step + 1)) for step in range(30))
 FULL = Curve(POINTS, POINTS[::10], (("accuracy", ((10, 0.5),)), ("f1", ((10, 0.4),)), ("perplexity", ((10, 40.0),))),
@@ -20,11 +22,33 @@ FULL = Curve(POINTS, POINTS[::10], (("accuracy", ((10, 0.5),)), ("f1", ((10, 0.4
 def test_there_is_a_chart_for_each_kind_and_metrics_between_0_and_1_share_one() -> None:
     charts = charts_of(FULL)
     assert [chart.title for chart in charts] == ["loss", "metrics", "perplexity", "learning rate", "gradient norm"]
-    assert {chart.last_step for chart in charts} == {50}
-    assert [charts_of(Curve(((1, 1.0), (n, 0.5)), last_step=100))[0].last_step for n in (2, 60, 100)] == [2, 100, 100]
-    assert charts_of(Curve(((1, 1.0), (60, 0.5))))[0].last_step == 100
+    assert {chart.last for chart in charts} == {50}
+    assert [charts_of(Curve(((1, 1.0), (n, 0.5)), last_step=100))[0].last for n in (2, 60, 100)] == [2, 100, 100]
+    assert charts_of(Curve(((1, 1.0), (60, 0.5))))[0].last == 100
     assert [chart.title for chart in charts_of(Curve(POINTS, learning_rates=POINTS[:1]))] == ["loss"]
     assert charts_of(Curve(((1, math.nan), (2, math.inf)))) == ()
+
+
+def test_devices_have_a_chart_each_of_busy_and_memory_and_many_are_folded() -> None:
+    def used(names: str, is_gpu: bool) -> DeviceUse:
+        return DeviceUse(names, is_gpu, ((0, 0.2), (59, 0.9)), ((0, 1e9), (59, 4e9)))
+
+    charts = charts_of(Curve(POINTS, devices=(used("a, b", True), used("c", False))))[1:]
+    assert [chart.title for chart in charts] == ["GPU busy", "GPU memory", "CPU busy", "RAM in use"]
+    assert [line.name for line in charts[0].lines] == ["a, b"] and charts[1].scale.high == 5e9
+    page = charts_html(charts)
+    assert all(text in page for text in ("a, b 90 %", "c 4 GB", ">1 min 40 s<", ">time<")), page
+    (busy, _) = charts_of(Curve(POINTS, devices=tuple(used(f"w{k}", True) for k in range(24))))[1:]
+    assert [(line.name, line.points[-1][1]) for line in busy.lines][:2] == [("least of 24", 0.9), ("mean of 24", 0.9)]
+    long = [used(f"a machine of a long name {k}", True) for k in range(3)]
+    assert [line.name for line in charts_of(Curve(POINTS, devices=tuple(long)))[1].lines] == [
+        "least of 3",
+        "mean of 3",
+        "most of 3",
+    ]
+    four = charts_html(charts_of(Curve(POINTS, devices=tuple(used(f"local-{k}", True) for k in range(4))))[1:2])
+    assert ">local-3</tspan>" in four, "names alone where the figures beside them would be cut"
+    assert charts_of(Curve(POINTS, devices=(DeviceUse("a", True),)))[1:] == ()
 
 
 def test_a_scale_only_widens_through_a_run() -> None:
@@ -64,6 +88,8 @@ def test_numbers_beside_axes_are_short() -> None:
 
 
 def test_pictures_are_small_whatever_is_drawn() -> None:
+    six = replace(FULL, scores=(), devices=(DeviceUse("a", True, ((0, 0.5), (9, 1.0)), ((0, 1e9), (9, 2e9))),))
+    assert size_px(curve_png(six)) == (640, 660) and size_px(curve_png(Curve(POINTS))) == (640, 440)
     for curve in (FULL, Curve(((0, 1e308), (1, -1e308))), Curve(((0, 0.0), (1, 0.0)))):
         assert curve_png(curve).startswith(b"\x89PNG")
     many = tuple((step, 1.0 + step % 7) for step in range(500))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from guava_nb.render import run_view, runs_csv, runs_view, summary_view, to_html, to_text
 from guava_nb.render.epochs import epoch_table
-from guava_nb.status import EpochFigures
+from guava_nb.status import DeviceUse, EpochFigures
 from tests.unit.render.status_cases import RUN, WORKER
 
 EPOCH = EpochFigures(1, 2.25, (("loss", 2.5), ("accuracy", 0.5)), 0.001, 33.2, 4012.0)
@@ -28,8 +28,14 @@ def test_the_panel_has_the_newest_epochs_and_the_end_more_of_them() -> None:
 
 
 def test_runs_are_compared_in_what_differs() -> None:
+    used = DeviceUse("local-1", False, ((3, 0.5),), ((3, 7e9),))
     one = replace(
-        RUN, run_id="run-1", state="done", settings=(("model", "Net"), ("optimizer.lr", "0.1")), began_at=BEGAN
+        RUN,
+        devices=(used,),
+        run_id="run-1",
+        state="done",
+        settings=(("model", "Net"), ("optimizer.lr", "0.1")),
+        began_at=BEGAN,
     )
     other = replace(
         one, run_id="run-2", settings=(("model", "Net"), ("optimizer.lr", "0.01")), scores=(("f1", ((5, 0.8),)),)
@@ -37,8 +43,15 @@ def test_runs_are_compared_in_what_differs() -> None:
     table = runs_view([one, other]).tables[0]
     assert table.columns[:2] == ("run", "state") and "optimizer.lr" in table.columns and "model" not in table.columns
     assert table.rows[0][table.columns.index("f1")] == "-" and table.rows[1][table.columns.index("f1")] == "0.8"
+    assert "run-1,CPU busy,,0.5,3,local-1" in runs_csv([one]) and "run-1,RAM in use bytes,,7000000000.0,3," in runs_csv(
+        [one]
+    )
     lines = runs_csv([one, other]).splitlines()
-    assert lines[0] == "run,figure,step,value" and "run-1,loss,1,2.3" in lines and "run-2,val f1,5,0.8" in lines
+    assert (
+        lines[0] == "run,figure,step,value,seconds,workers"
+        and "run-1,loss,1,2.3,," in lines
+        and "run-2,val f1,5,0.8,," in lines
+    )
 
 
 def test_the_end_says_from_when_to_when() -> None:

@@ -26,6 +26,11 @@ def test_a_worker_s_own_figures_and_nothing_that_was_not_measured() -> None:
         "  energy  1.23 kJ in this run",
         "  wire    1.5 MB sent, 1.2 MB received",
     ]
+    on_cpu = replace(worker, device="cpu", figures=replace(figures, threads=2, device_name="EPYC", power_w=None))
+    assert (
+        "  device  cpu EPYC, 2 threads, 98 % busy, 5.1/15.8 GB of RAM in use"
+        in to_text(worker_view(on_cpu)).splitlines()
+    )
     away, ended = (to_text(worker_view(replace(worker, state=state))) for state in ("reconnecting", "left"))
     assert "link" not in away and "busy" in away
     assert "link" not in ended and "busy" not in ended and "2602 samples" in ended and "1.23 kJ" in ended

@@ -22,15 +22,17 @@ def test_every_worker_has_one_row_without_columns_that_nobody_has() -> None:
     cpu = replace(WORKER, name="cpu", device="cpu", device_name="Intel(R) Xeon(R) CPU @ 2.50GHz", busy=0.5)
     both = glance([gpu, cpu])
     assert both.columns == (
-        "worker", "device", "state", "share", "step time", "busy", "memory", "power", "energy", "link to",
-        "link from", "round trip", "waits",
+        "worker", "device", "state", "share", "step time", "GPU busy", "GPU memory", "CPU busy", "power", "energy",
+        "link to", "link from", "round trip", "waits",
     )  # fmt: skip
     assert both.rows == (
-        ("gpu", "cuda:0 A100-SXM4-80GB", "working", "50 %", "12.3 ms", "98 %", "61.2/85.9 GB", "312 W", "45.7 kJ",
+        ("gpu", "cuda:0 A100-SXM4-80GB", "working", "50 %", "12.3 ms", "98 %", "61.2/85.9 GB", "-", "312 W", "45.7 kJ",
          "1.23 MB/s", "480 kB/s", "41 ms", "4 %"),
-        ("cpu", "cpu Intel Xeon", "working", "50 %", "12.3 ms", "50 %", "-", "-", "-", "-", "-", "-", "-"),
+        ("cpu", "cpu Intel Xeon", "working", "50 %", "12.3 ms", "-", "-", "50 %", "-", "-", "-", "-", "-", "-"),
     )  # fmt: skip
-    assert glance([cpu]).columns == ("worker", "device", "state", "share", "step time", "busy")
+    assert glance([cpu]).columns == ("worker", "device", "state", "share", "step time", "CPU busy")
+    machine = replace(cpu, memory_used_bytes=5_100_000_000, memory_bytes=25_300_000_000)
+    assert glance([machine]).columns[-1] == "RAM in use" and glance([machine]).rows[0][-1] == "5.1/25.3 GB"
     gone, away = (replace(gpu, state=state) for state in ("lost", "suspect"))
     told = glance([gpu, gone, away])
     assert told.faint == {1}

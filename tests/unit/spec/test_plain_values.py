@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import datetime
+import pathlib
+import re
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 
 from guava_nb.data.codec import pack
 from guava_nb.errors import ConfigError, RemoteProtocolError
-from guava_nb.spec.plain_values import RemoteObject, Table, pack_values, unpack_values
+from guava_nb.spec.plain_values import ArrowTable, RemoteObject, Table, pack_values, unpack_values
 
 KEYS = st.one_of(st.text(), st.integers(), st.tuples(st.integers(), st.text()))
 PLAIN = st.recursive(
@@ -44,6 +47,65 @@ def test_tensors_and_arrays_keep_type_and_values() -> None:
     assert there_and_back(np.array([["x", None]], object)).tolist() == [["x", None]]
 
 
+@settings(max_examples=50)
+@given(
+    st.one_of(
+        st.datetimes(timezones=st.none() | st.timezones()),
+        st.dates(),
+        st.times(),
+        st.timedeltas(),
+        st.decimals(allow_nan=False),
+    )
+)
+def test_times_and_decimals_are_the_same_there(value: Any) -> None:
+    back = there_and_back({"k": [value]})["k"][0]
+    assert back == value and type(back) is type(value)
+
+
+def test_every_kind_of_array_and_tensor_keeps_its_type() -> None:
+    for dtype in ("?", "i1", ">i4", "u8", "f2", "f8", "c8", "c16", "M8[D]", "m8[s]", "U3", "S2", "g"):
+        array = np.zeros((2, 3), dtype).T
+        back = there_and_back(array)
+        assert back.dtype == array.dtype and back.shape == (3, 2) and (back == array).all()
+    for name in (
+        "bool",
+        "int8",
+        "uint16",
+        "int64",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float64",
+        "complex64",
+        "complex128",
+    ):
+        tensor = torch.ones(2, 3).to(getattr(torch, name))
+        back = there_and_back(tensor)
+        assert back.dtype is tensor.dtype and torch.equal(back.to(torch.complex64), tensor.to(torch.complex64))
+
+
+def test_tables_of_polars_and_arrow_are_the_same_there() -> None:
+    polars = pytest.importorskip("polars")
+    arrow = pytest.importorskip("pyarrow")
+    days = [datetime.date(2020, 1, 1), None]
+    frame = polars.DataFrame({"n": [1, None], "s": ["x", "z"], "d": days, "l": [[1.5], []]})
+    assert there_and_back(frame).equals(frame, null_equal=True)
+    assert (
+        there_and_back({"k": frame["s"]})["k"].equals(frame["s"])
+        and there_and_back(frame.clear()).schema == frame.schema
+    )
+    with pytest.raises(ConfigError, match=r"push its collect\(\)"):
+        there_and_back(frame.lazy())
+    table = arrow.table({"n": [1, None], "s": ["x", "z"], "d": days, "f": [{"a": 1}, None]})
+    assert there_and_back([table])[0].equals(table)
+    (batch,) = table.to_batches()
+    assert there_and_back(batch).equals(batch) and there_and_back(batch.slice(0, 0)).equals(batch.slice(0, 0))
+    for library, kind in (("polars", "DataFrame"), ("pyarrow", "Table"), ("os", "system")):
+        damaged, buffers = pack({"x": ArrowTable(library, kind, np.arange(99, dtype=np.uint8))})
+        with pytest.raises(RemoteProtocolError, match="a table "):
+            unpack_values(damaged, bytearray(b"".join(bytes(part) for part in buffers)))
+
+
 @dataclasses.dataclass
 class Mine:
     size: int = 3
@@ -55,8 +117,16 @@ class Rude:
 
 
 def test_what_is_not_plain_is_refused_by_name_or_shows_itself() -> None:
-    for value in (Mine(), [Mine()], {"k": torch.nn.Linear(1, 1)}, torch.eye(2).to_sparse(), np.ma.array([1])):
-        with pytest.raises(ConfigError, match=r"^x is a .*, which cannot travel: numbers"):
+    for value, way in [
+        (Mine(), "push dataclasses.asdict() of it"), ([Mine()], "asdict"), (Rude(), "make it there in a %%guava_px cell"),
+        ({"k": torch.nn.Linear(1, 1)}, "push its state_dict()"), (torch.eye(2).to_sparse(), "to_dense()"),
+        (np.ma.array([1]), "filled()"), (np.zeros(1, "i4,f8"), "a dict of its fields"), (pathlib.Path("x"), "push str() of it"),
+        ((k for k in "a"), "push list() of it"), (lambda: 1, "make it there"), (collections.deque([1]), "push list() of it"),
+        (np.array(["x"], np.dtypes.StringDType()), "astype(str)"),
+    ]:  # fmt: skip
+        with pytest.raises(
+            ConfigError, match=rf"^x is a .*, which cannot travel: .*{re.escape(way)}.*\. Numbers, .* can$"
+        ):
             there_and_back(value)
     shown = there_and_back([Mine(), Rude()], strictly=False)
     assert [repr(one) for one in shown] == ["Mine(size=3)", "(Rude: its __repr__ raised ValueError)"]

@@ -15,6 +15,7 @@ from guava_nb.protocol.messages import (
     EndRun,
     Energy,
     Factory,
+    Hello,
     Message,
     PhaseReport,
     Prepare,
@@ -106,6 +107,11 @@ def test_a_report_that_fails_is_one_lost_report(caplog: pytest.LogCaptureFixture
     assert len([record for record in caplog.records if record.exc_info]) == 1
 
 
+HELLO = Hello(
+    name="w", program="spawned", versions={}, hostname="host", device="cuda:0", device_name="a GPU", device_uuid=""
+)
+
+
 class Session:
     """Workers that answer what they are told to."""
 
@@ -114,7 +120,7 @@ class Session:
         self.asked: list[tuple[int, int]] = []
         self.worked = {0: (30, 600.0)}
         self.run = RunEnergy(
-            self.book, "r", self.tell, lambda rank: f"w{rank}", lambda rank: "a GPU",
+            self.book, "r", self.tell, lambda rank: f"w{rank}", lambda rank: HELLO,
             lambda rank: self.worked.get(rank, (0, None)),
         )  # fmt: skip
 

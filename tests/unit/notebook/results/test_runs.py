@@ -53,7 +53,7 @@ def test_of_many_runs_the_newest_are_shown_first_and_the_others_on_request(train
 def test_points_and_picture_are_written(trained: Any, tmp_path: Path) -> None:
     shown = trained.run(f"%guava_runs --csv {tmp_path}/a.csv --png {tmp_path}/a.png")
     assert f"Written to {tmp_path}/a.csv." in shown.text
-    assert "run-1,loss,1,2.0" in (tmp_path / "a.csv").read_text().splitlines()
+    assert "run-1,loss,1,2.0,," in (tmp_path / "a.csv").read_text().splitlines()
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     shown = trained.run(f"%guava_runs --csv {tmp_path}/none/a.csv")
     assert not shown.ok and f"there is no folder {tmp_path}/none" in shown.text and not (tmp_path / "none").exists()
