@@ -116,7 +116,7 @@ def _ticks(interval: str, plan: TrainingPlan, step: int) -> int | None:
         return plan.epoch_ends_left()
     if plan.val_interval is None:
         return epochs if plan.max_steps is None or steps is not None else None
-    return None if steps is None else steps // plan.val_interval
+    return None if steps is None else (step + 1 + steps) // plan.val_interval - (step + 1) // plan.val_interval
 
 
 def _rehearse(name: str, replica_set: ReplicaSet, ticks: int, notice: Callable[[str], None]) -> None:

@@ -365,6 +365,7 @@ class StepAccounting:
 
     def close(self, done: bool) -> None:
         """Tell the run how many samples were lost and duplicated; not `done`: what was drawn ahead is not lost."""
+        self._plan.feed.leave(self._feed_epoch, self._feed_batches)
         if not done:
             self._ledger.withdraw_uncommitted()
         self._run.lost_samples, self._run.duplicated_samples = self._ledger.balance()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,8 +52,12 @@ class StepWindow:
 
     # -------------------------------------------------------------------------------------------------------- send ahead
 
-    def load_epoch(self) -> BatchFeeder:
-        """Begin to load the data's next epoch; the caller closes what is returned."""
+    def load_epoch(self, done: int) -> BatchFeeder:
+        """Begin to load the data's next epoch, or the rest of one; the caller closes what is returned.
+
+        Args:
+            done: optimizer steps before it.
+        """
         every = self._plan.batches_per_exchange
         self._feeder = BatchFeeder(
             self._plan.feed.epoch(),
@@ -61,8 +65,23 @@ class StepWindow:
             max(1, _LOADED_BATCHES // every),
             lambda: self._job.post(Wake()),
             self._plan.prefetch_bytes // 4,
+            self._pauses(done),
         )
         return self._feeder
+
+    def _pauses(self, done: int) -> Callable[[int], bool]:
+        """Before which groups loading waits for a validation, which draws from the streams that a data set draws from too."""
+        plan = self._plan
+        interval, each, every = plan.val_interval, plan.feed.batches_per_epoch, plan.sync_every
+        if plan.val_feed is None or not interval or each is None or not plan.feed.loads_here:
+            return lambda group: False
+        left = each - plan.feed.next_batch
+
+        def pauses(group: int) -> bool:
+            steps = done + group * every
+            return group * plan.batches_per_exchange < left and steps // interval > (steps - every) // interval
+
+        return lambda group: group > 0 and pauses(group)
 
     def feeding(self) -> Feeding:
         """Return what is loaded and what is on its way; from any thread."""
@@ -99,6 +118,8 @@ class StepWindow:
 
         What has to be cut and cannot be is refused by the exchange, before anything is sent.
         """
+        for note in self._plan.feed.take_notes():
+            self._membership.cluster.notice(note)
         if not self._has_read:
             self._has_read = True
             self._job.pump(feeder.available)

@@ -91,6 +91,9 @@ class _Feeder:
     def available(self) -> bool:
         return True
 
+    def has_paused(self) -> bool:
+        return False
+
     def next_bytes(self) -> int | None:
         return None if self._next is None else 1
 
