@@ -31,6 +31,8 @@ MOST_BATCHES = 128
 # epoch is no longer known.
 _KEPT_STATES = 2 * MOST_BATCHES
 _KEPT_EPOCHS = 4
+#: Beginnings of the names of streams that are drawn from for the order of the samples.
+_OF_THE_ORDER = ("loader", "sampler", "batch_sampler", "its sampler", "its batch_sampler")
 #: Batches after which caches are filled and files open, and what an object still replaces is what it counts or remembers.
 _SETTLED = 1
 
@@ -86,7 +88,7 @@ class LoaderFeed:
         self._is_shuffled = not _is_in_order(loader)
         self._epoch = -1
         self._batches = 0
-        self._has_ended = False
+        self._has_ended = self._was_restored = False
         self._settled: KeptByObjects | None = None
         self._notes, self._told = list[str](), set[str]()
         self._resume: Mapping[str, Any] | None = None
@@ -146,7 +148,7 @@ class LoaderFeed:
         self.record.begin(epoch)
         source.set_epoch(epoch)
         streams = source.streams()  # it may have made others
-        unlike = "" if start is None else self._unlike(epoch, skip, now is not None)
+        unlike = self._unlike(epoch, skip, start is None or now is not None)
         # A skipped batch draws no random numbers of its data set; its state of then makes up for it.
         when_skipped = None if now is None else partial(now.put, streams)
         last: RandomState | None = None
@@ -156,13 +158,13 @@ class LoaderFeed:
             if source.in_process:
                 state = RandomState.take(streams)
                 _remember(self._states, (epoch, index + 1), state, _KEPT_STATES)
-                if unlike and last is not None and not state.is_same(last):
-                    self._tell(unlike)
+                if unlike and last is not None and not state.is_same(last, _OF_THE_ORDER):
+                    self._tell("drawn", unlike)
                 last = state
                 if self._settled is None and index >= _SETTLED:
                     self._settled = source.kept()
             elif unlike and source.drew:
-                self._tell(unlike)
+                self._tell("drawn", unlike)
             yield LoadedBatch(index, batch, ids, rows, self._number)
         if now is not None and self._batches == skip:
             now.put(streams)
@@ -177,7 +179,7 @@ class LoaderFeed:
     def _unlike(self, epoch: int, skip: int, has_state: bool) -> str:
         """What differs from an undisturbed run, if the loader draws random numbers, in a sentence; "" for nothing."""
         source = self._source
-        if source.is_persistent and epoch + skip:
+        if source.is_persistent and self._was_restored:
             where, until = "and persistent ones do so for the rest of the run", ", without persistent_workers,"
         elif skip and not has_state and not source.loads_skipped:
             where, until = "up to the end of this epoch", ""
@@ -191,9 +193,9 @@ class LoaderFeed:
             f"{'at any step' if source.in_process else 'at the end of an epoch'}{exact}"
         )
 
-    def _tell(self, note: str) -> None:
-        if note not in self._told:
-            self._told.add(note)
+    def _tell(self, kind: str, note: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
             self._notes.append(note)
 
     def take_notes(self) -> list[str]:
@@ -337,11 +339,12 @@ class LoaderFeed:
                 RandomState.from_plain(state)  # damage is told now, not in the middle of a run
         if names := ", ".join(list(map(str, position.get("kept", ())))[:4]):
             self._tell(
+                "kept",
                 f"loading changes {names}, and a place in the data does not hold that: the batches from here on find it as it is "
                 "in this process, so they may differ from those of an undisturbed run. Reckon it from the epoch "
-                "(set_epoch of the sampler) or from the index of the sample, or train all epochs in one run"
+                "(set_epoch of the sampler) or from the index of the sample, or train all epochs in one run",
             )
-        self._resume = dict(position)
+        self._resume, self._was_restored = dict(position), bool(position["epoch"] or position["batches"])
 
     def read_beyond(self, epoch: int, batches: int) -> int:
         """How many batches of an epoch were read beyond the first so many of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -73,9 +74,9 @@ class StepWindow:
         """Before which groups loading waits for a validation, which draws from the streams that a data set draws from too."""
         plan = self._plan
         interval, each, every = plan.val_interval, plan.feed.batches_per_epoch, plan.sync_every
-        if plan.val_feed is None or not interval or each is None or not plan.feed.loads_here:
+        if plan.val_feed is None or not interval or not plan.feed.loads_here:
             return lambda group: False
-        left = each - plan.feed.next_batch
+        left = math.inf if each is None else each - plan.feed.next_batch
 
         def pauses(group: int) -> bool:
             steps = done + group * every

@@ -23,6 +23,7 @@ from tests.parity.programs import (
     habits,
     kept,
     language,
+    meetings,
     outside,
     recipes,
     signals,
@@ -60,6 +61,7 @@ PROGRAMS: dict[str, Program] = {
         constraints,
         derivatives,
         habits,
+        meetings,
         outside,
     )
     for program in module.PROGRAMS
