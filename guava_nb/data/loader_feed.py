@@ -302,7 +302,9 @@ class LoaderFeed:
             raise ConfigError(f"epoch {epoch} is too long ago to go back to: known are {list(self._starts)}")
         now = self._states.get((epoch, batches))
         if self._has_ended and (epoch, batches) == (self._epoch, self._batches):
-            now = RandomState.take(self._source.streams())  # what drew since, as a validation, goes before the next epoch
+            now = RandomState.take(
+                self._source.streams()
+            )  # what drew since, as a validation, goes before the next epoch
         kept = None if self._settled is None else self._source.kept()
         return {
             "version": _POSITION_VERSION,

@@ -93,7 +93,6 @@ class RandomState:
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise CheckpointError(f"the random state in a saved position cannot be read ({error!r})") from error
 
-
     def is_same(self, other: RandomState, leaves_out: tuple[str, ...] = ()) -> bool:
         """Whether no number was drawn between the two; streams whose name begins so do not count."""
         one, two = (state.numpy_state for state in (self, other))
@@ -102,7 +101,9 @@ class RandomState:
             and self.python_state == other.python_state
             and (one[2:] == two[2:] and np.array_equal(one[1], two[1]))
             and self.stream_places.keys() == other.stream_places.keys()
-            and all(_is_at(p, other.stream_places[n]) for n, p in self.stream_places.items() if not n.startswith(leaves_out))
+            and all(
+                _is_at(p, other.stream_places[n]) for n, p in self.stream_places.items() if not n.startswith(leaves_out)
+            )
         )
 
 
@@ -195,7 +196,10 @@ class KeptByObjects:
             return
         self._seen[id(value)] = value
         if isinstance(value, STREAMS):
-            self._streams[name if name not in self._streams else f"{name}.{len(self._streams)}"] = value, place_in(value)
+            self._streams[name if name not in self._streams else f"{name}.{len(self._streams)}"] = (
+                value,
+                place_in(value),
+            )
         elif isinstance(value, torch.Tensor):
             is_small = value.numel() * value.element_size() <= _MOST_BYTES and value.layout is torch.strided
             self._arrays[name] = value, value.detach().clone() if is_small else None, value._version
@@ -233,7 +237,11 @@ class KeptByObjects:
             yield from ((f"{name}.{key}", one) for key, one in copied.items())
         else:
             copied = list(space)
-            yield from ((f"{name}.{k}", one) for k, one in enumerate(copied) if hasattr(one, "__dict__") or isinstance(one, STREAMS))
+            yield from (
+                (f"{name}.{k}", one)
+                for k, one in enumerate(copied)
+                if hasattr(one, "__dict__") or isinstance(one, STREAMS)
+            )
         self._spaces.append((name, space, copied))
 
 

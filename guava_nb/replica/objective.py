@@ -267,7 +267,9 @@ def _refuse_no_sum(role: str, loss: Tensor, count: Any, rows: int) -> None:
 def _why_no_sum(factors: list[tuple[Any, ...]], count: Any) -> str:
     """Say why means that were multiplied so are no sum of as many losses as the count says; "" where they may be one."""
     values = [one for chain in factors for one in chain]
-    if any(isinstance(one, Tensor) and one.is_cuda for one in (count, *values)):  # their values would have to be waited for
+    if any(
+        isinstance(one, Tensor) and one.is_cuda for one in (count, *values)
+    ):  # their values would have to be waited for
         return "" if values else "the first one is a mean already"
     number = float(count)
     for chain in factors:
@@ -286,7 +288,9 @@ def _factors_of_means(node: Any) -> list[tuple[Any, ...]] | None:
     name = node.name()
     if name in ("AddBackward0", "SubBackward0"):
         parts = [_factors_of_means(made) for made, _ in node.next_functions]
-        return None if any(one is None for one in parts) else [chain for one in parts if one is not None for chain in one]
+        return (
+            None if any(one is None for one in parts) else [chain for one in parts if one is not None for chain in one]
+        )
     if name in ("MulBackward0", "DivBackward0"):
         return _multiplied(node, name)
     if name == "NegBackward0":
@@ -307,7 +311,11 @@ def _sums_samples(node: Any) -> bool:
 def _is_divided_by(node: Any, count: Any) -> bool:
     """Whether the last thing that made a loss was a division by its count."""
     divisor = node._saved_other if node is not None and node.name() == "DivBackward0" else None
-    if not isinstance(divisor, Tensor) or divisor.numel() != 1 or any(isinstance(c, Tensor) and c.is_cuda for c in (count, divisor)):
+    if (
+        not isinstance(divisor, Tensor)
+        or divisor.numel() != 1
+        or any(isinstance(c, Tensor) and c.is_cuda for c in (count, divisor))
+    ):
         return False
     return float(count) > 1 and math.isclose(float(divisor), float(count), rel_tol=1e-6)
 

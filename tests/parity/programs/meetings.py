@@ -8,7 +8,17 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from tests.parity.programs.program import ACCUMULATED, COUPLED, POSITIONS, READ, STATISTICS, Program, batches, draw, labels
+from tests.parity.programs.program import (
+    ACCUMULATED,
+    COUPLED,
+    POSITIONS,
+    READ,
+    STATISTICS,
+    Program,
+    batches,
+    draw,
+    labels,
+)
 from tests.parity.programs.recipes import Mlp
 
 CE = "CrossEntropyLoss"
@@ -257,7 +267,9 @@ def decayed_by_hand(model, batch):
 def grouped(named, lr=0.05):
     flat = [p for name, p in named if name.endswith("bias")]
     rest = [p for name, p in named if not name.endswith("bias")]
-    return torch.optim.AdamW([{"params": rest, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0, "lr": 2 * lr}], lr=lr)
+    return torch.optim.AdamW(
+        [{"params": rest, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0, "lr": 2 * lr}], lr=lr
+    )
 
 
 class ClipsItself(torch.optim.SGD):
@@ -310,6 +322,7 @@ def drawn_by_weight():
 
 def ragged_lists():
     """Samples of unlike lengths as lists."""
+
     def collate(samples):
         return [x for x, _ in samples], torch.stack([y for _, y in samples])
 
@@ -324,6 +337,7 @@ def of_lists(model, batch):
 
 def bags():
     """Texts joined, with the place where each begins."""
+
     def collate(samples):
         texts = [x for x, _ in samples]
         offsets = torch.tensor([0, *map(len, texts[:-1])]).cumsum(0)
@@ -347,71 +361,83 @@ def bag_step(model, batch):
     return F.cross_entropy(model(texts, offsets), y)
 
 
-CLIP, TWO, THREE = {"max_grad_norm": 0.3}, {"accumulation_steps": 2}, {"accumulation_steps": 3}
+CLIP = {"options": {"max_grad_norm": 0.3}}
+TWO, THREE = ({"options": {"accumulation_steps": count}} for count in (2, 3))
+TWO_CLIPPED, THREE_CLIPPED = ({"options": {"accumulation_steps": count, "max_grad_norm": 0.3}} for count in (2, 3))
+COUNTED = {"told": {"*": ACCUMULATED}}  # by targets, and not by samples
 ADAM = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.02, "weight_decay": 0.1}}
 NET = {"model": Mlp, "data": rows(), "criterion": CE}
 
 PROGRAMS = [
-    Program(name="three batches a step, clipped, one cycle, ragged", **NET, **ADAM, options={**THREE, **CLIP},
-            scheduler="OneCycleLR", scheduler_args={"max_lr": 0.1, "total_steps": 8}, epochs=4, told={"*": ACCUMULATED}),
-    Program(name="ignored and weighted classes, accumulated", model=Mlp, data=ignored_rows, criterion=CE,
-            criterion_args={"ignore_index": -100, "weight": [0.2, 1.0, 3.0]}, options={**TWO, **CLIP}, told={"*": ACCUMULATED}),
-    Program(name="smoothed, ignored and weighted", model=Mlp, data=ignored_rows, criterion=CE, options=THREE,
-            criterion_args={"label_smoothing": 0.2, "weight": [0.2, 1.0, 3.0]}, **ADAM, told={"*": ACCUMULATED}),
-    Program(name="shards without a target", model=Mlp, data=mostly_ignored, criterion=CE, options=CLIP),
-    Program(name="words, summed and counted, accumulated", model=Words, data=words(), step=word_sum, **ADAM,
-            options={**TWO, **CLIP}, refused={"zero 3": "", "tensor": "is read outside its layer"}, told={"*": ACCUMULATED}),
-    Program(name="words by name, accumulated", model=Words, data=words(), criterion=CE, options={**THREE, **CLIP}, **ADAM, told={"*": ACCUMULATED}),
-    Program(name="words, a mean by hand", model=Words, data=words(), step=word_mean, told={"*": COUPLED}),
-    Program(name="words, smoothed sum", model=Words, data=words(size=5), criterion=smoothed_sum, options=TWO, told={"*": ACCUMULATED}),
-    Program(name="a mean over weights of samples", model=Mlp, data=weighted_rows, criterion=own_weights, told={"*": COUPLED}),
-    Program(name="a sum over weights of samples, counted", model=Mlp, data=weighted_rows, criterion=own_weights_counted, options=TWO, told={"*": ACCUMULATED}),
-    Program(name="by the number of positives", model=Mlp, data=rows(), criterion=positives, told={"*": COUPLED}),
-    Program(name="pairs with unlike labels", model=Mlp, data=rows(size=6), criterion=pair_mean, told={"*": COUPLED}),
-    Program(name="divergence, batchmean", model=Mlp, data=rows(), criterion=kl, options=CLIP),
-    Program(name="gaps in the targets, a mean", model=Mlp, data=with_gaps, criterion=nan_mean, told={"*": COUPLED}),
-    Program(name="gaps in the targets, a sum", model=Mlp, data=with_gaps, criterion=nan_sum, options={**THREE, **CLIP}, told={"*": ACCUMULATED}),
-    Program(name="multi margin with weights", model=Mlp, data=rows(), criterion="MultiMarginLoss",
-            criterion_args={"weight": [0.2, 1.0, 3.0]}, options=TWO, told={"*": ACCUMULATED}),
-    Program(name="synced norms, accumulated and clipped", model=Norms, data=rows(24, 6), criterion=CE, options=CLIP,
+    Program(name="met: three batches a step, clipped, one cycle, ragged", **NET, **ADAM, **THREE_CLIPPED,
+            scheduler="OneCycleLR", scheduler_args={"max_lr": 0.1, "total_steps": 8}, epochs=4),
+    Program(name="met: ignored and weighted classes, accumulated", model=Mlp, data=ignored_rows, criterion=CE,
+            criterion_args={"ignore_index": -100, "weight": [0.2, 1.0, 3.0]}, **TWO_CLIPPED, **COUNTED),
+    Program(name="met: smoothed, ignored and weighted", model=Mlp, data=ignored_rows, criterion=CE, **THREE, **COUNTED,
+            criterion_args={"label_smoothing": 0.2, "weight": [0.2, 1.0, 3.0]}, **ADAM),
+    Program(name="met: shards without a target", model=Mlp, data=mostly_ignored, criterion=CE, **CLIP),
+    Program(name="met: words, summed and counted, accumulated", model=Words, data=words(), step=word_sum, **ADAM,
+            **TWO_CLIPPED, refused={"zero 3": "", "tensor": "is read outside its layer"}),
+    Program(name="met: words by name, accumulated", model=Words, data=words(), criterion=CE, **THREE_CLIPPED, **ADAM, **COUNTED),
+    Program(name="met: words, a mean by hand", model=Words, data=words(), step=word_mean, told={"*": COUPLED}),
+    Program(name="met: words, smoothed sum", model=Words, data=words(size=5), criterion=smoothed_sum, **TWO),
+    Program(name="met: a mean over weights of samples", model=Mlp, data=weighted_rows, criterion=own_weights,
+            told={"*": COUPLED}),
+    Program(name="met: a sum over weights of samples, counted", model=Mlp, data=weighted_rows, criterion=own_weights_counted,
+            **TWO),
+    Program(name="met: by the number of positives", model=Mlp, data=rows(), criterion=positives, told={"*": COUPLED}),
+    Program(name="met: pairs with unlike labels", model=Mlp, data=rows(size=6), criterion=pair_mean, told={"*": COUPLED}),
+    Program(name="met: divergence, batchmean", model=Mlp, data=rows(), criterion=kl, **CLIP),
+    Program(name="met: gaps in the targets, a mean", model=Mlp, data=with_gaps, criterion=nan_mean, told={"*": COUPLED}),
+    Program(name="met: gaps in the targets, a sum", model=Mlp, data=with_gaps, criterion=nan_sum, **THREE_CLIPPED),
+    Program(name="met: multi margin with weights", model=Mlp, data=rows(), criterion="MultiMarginLoss",
+            criterion_args={"weight": [0.2, 1.0, 3.0]}, **TWO),
+    Program(name="met: synced norms, accumulated and clipped", model=Norms, data=rows(24, 6), criterion=CE, **CLIP,
             settings={"sync_batchnorm": True}, **ADAM, scheduler="CosineAnnealingWarmRestarts", scheduler_args={"T_0": 3}),
-    Program(name="norms of the batch, accumulated", model=Norms, data=rows(24, 6), criterion=CE, options=TWO,
+    Program(name="met: norms of the batch, accumulated", model=Norms, data=rows(24, 6), criterion=CE, **TWO,
             told={"*": STATISTICS}),
-    Program(name="average in buffers, clipped, ragged", model=Average, data=rows(), criterion=CE, options=CLIP, **ADAM),
-    Program(name="average in buffers, accumulated", model=Average, data=rows(), criterion=CE, options=THREE, told={"*": ACCUMULATED}),
-    Program(name="annealed by a buffer, accumulated", model=Annealed, data=rows(), step=annealed, options=TWO, told={"*": ACCUMULATED}),
-    Program(name="annealed by a buffer", model=Annealed, data=rows(), step=annealed, options=CLIP, epochs=3),
-    Program(name="compares samples later", model=Annealed, data=rows(24, 6), step=compared_later, epochs=3, told={"*": COUPLED}),
-    Program(name="a head that some batches train", model=Heads, data=rows(), criterion=chosen_head, **ADAM, options=CLIP),
-    Program(name="rows by how often a batch has them", model=Frequent, data=lambda: batches(labels(V, 22, T), labels(3, 22), size=4),
+    Program(name="met: average in buffers, clipped, ragged", model=Average, data=rows(), criterion=CE, **CLIP, **ADAM),
+    Program(name="met: average in buffers, accumulated", model=Average, data=rows(), criterion=CE, **THREE),
+    Program(name="met: annealed by a buffer, accumulated", model=Annealed, data=rows(), step=annealed, **TWO),
+    Program(name="met: annealed by a buffer", model=Annealed, data=rows(), step=annealed, **CLIP, epochs=3),
+    Program(name="met: compares samples later", model=Annealed, data=rows(24, 6), step=compared_later, epochs=3,
+            told={"*": COUPLED}),
+    Program(name="met: a head that some batches train", model=Heads, data=rows(), criterion=chosen_head, **ADAM, **CLIP),
+    Program(name="met: rows by how often a batch has them", model=Frequent, data=lambda: batches(labels(V, 22, T), labels(3,
+            22), size=4),
             criterion=CE, told={"*": COUPLED}),
-    Program(name="whitened by the batch", model=Whitened, data=rows(24, 6), criterion=CE, told={"*": COUPLED}),
-    Program(name="functional batch norm", model=Ranked, data=rows(24, 6), criterion=CE, told={"*": COUPLED}),
-    Program(name="a layer used three times, one unused", model=Sliced, data=rows(), criterion=CE, options={**TWO, **CLIP},
-            scheduler="ExponentialLR", scheduler_args={"gamma": 0.9}, **ADAM, told={"*": ACCUMULATED}),
-    Program(name="gru both ways, clipped", model=Gru, data=lambda: batches(draw(22, 6, 4), labels(3, 22), size=4), criterion=CE,
-            options={**CLIP, **TWO}, optimizer="RMSprop", optimizer_args={"lr": 0.01, "momentum": 0.9, "centered": True}, told={"*": ACCUMULATED}),
-    Program(name="encoder layer, warm cosine, clipped", model=Attending, data=lambda: batches(draw(22, 6, 4), labels(3, 22), size=4),
-            criterion=CE, options=CLIP, scheduler=warm_cosine, **ADAM),
-    Program(name="slope of the input, accumulated", model=Mlp, data=rows(), step=penalised, options={**TWO, **CLIP}, told={"*": ACCUMULATED}),
-    Program(name="decay in the loss, accumulated", model=Mlp, data=rows(), step=decayed_by_hand, options=TWO,
-            refused=READ, told={"*": ACCUMULATED}),
-    Program(name="groups, rates by group, clipped", **NET, optimizer=grouped, optimizer_args={}, scheduler=by_group,
-            options={**TWO, **CLIP}, told={"*": ACCUMULATED}),
-    Program(name="an optimizer that clips by itself", **NET, optimizer=clips_itself, optimizer_args={},
+    Program(name="met: whitened by the batch", model=Whitened, data=rows(24, 6), criterion=CE, told={"*": COUPLED}),
+    Program(name="met: functional batch norm", model=Ranked, data=rows(24, 6), criterion=CE, told={"*": COUPLED}),
+    Program(name="met: a layer used three times, one unused", model=Sliced, data=rows(), criterion=CE, **TWO_CLIPPED,
+            scheduler="ExponentialLR", scheduler_args={"gamma": 0.9}, **ADAM),
+    Program(name="met: gru both ways, clipped", model=Gru, data=lambda: batches(draw(22, 6, 4), labels(3, 22), size=4),
+            criterion=CE,
+            **TWO_CLIPPED, optimizer="RMSprop", optimizer_args={"lr": 0.01, "momentum": 0.9, "centered": True}),
+    Program(name="met: encoder layer, warm cosine, clipped", model=Attending, data=lambda: batches(draw(22, 6, 4), labels(3,
+            22), size=4),
+            criterion=CE, **CLIP, scheduler=warm_cosine, **ADAM),
+    Program(name="met: slope of the input, accumulated", model=Mlp, data=rows(), step=penalised, **TWO_CLIPPED),
+    Program(name="met: decay in the loss, accumulated", model=Mlp, data=rows(), step=decayed_by_hand, **TWO,
+            refused=READ),
+    Program(name="met: groups, rates by group, clipped", **NET, optimizer=grouped, optimizer_args={}, scheduler=by_group,
+            **TWO_CLIPPED),
+    Program(name="met: an optimizer that clips by itself", **NET, optimizer=clips_itself, optimizer_args={},
             refused={"zero 3": "", "tensor": ""}),
-    Program(name="signs of a moving mean", **NET, optimizer=sign, optimizer_args={}, options=CLIP),
-    Program(name="nadam, cyclic rate and momentum", **NET, optimizer="SGD", optimizer_args={"lr": 0.1, "momentum": 0.9},
-            scheduler="CyclicLR", scheduler_args={"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2}, options=CLIP),
-    Program(name="adagrad by epochs, two batches a step", **NET, optimizer="Adagrad", optimizer_args={"lr": 0.1, "lr_decay": 0.1},
-            scheduler="MultiStepLR", scheduler_args={"milestones": [1, 2]}, options={**TWO, "scheduler_interval": "epoch"}, epochs=3, told={"*": ACCUMULATED}),
-    Program(name="rprop, ragged", **NET, optimizer="Rprop", optimizer_args={"lr": 0.01}),
-    Program(name="averaged sgd", **NET, optimizer="ASGD", optimizer_args={"lr": 0.05, "t0": 2}, options=CLIP),
-    Program(name="adafactor", **NET, optimizer="Adafactor", optimizer_args={"lr": 0.05}, options=CLIP),
-    Program(name="drawn by weight", model=Mlp, data=drawn_by_weight, criterion=CE, options=THREE, **ADAM, told={"*": ACCUMULATED}),
-    Program(name="fewer samples than workers", model=Mlp, data=rows(5, 2), criterion=CE, options={**TWO, **CLIP}, epochs=3, **ADAM, told={"*": ACCUMULATED}),
-    Program(name="lists of unlike lengths", model=Mlp, data=ragged_lists, step=of_lists, options={**TWO, **CLIP}, told={"*": ACCUMULATED}),
-    Program(name="joined texts with offsets, accumulated", model=Bag, data=bags, step=bag_step, refused={"*": POSITIONS}, options=TWO, told={"*": ACCUMULATED}),
-    Program(name="validated between steps", **NET, **ADAM, scheduler="StepLR", scheduler_args={"step_size": 2},
-            options={**TWO, **CLIP, "val_loader": [(draw(7, 5, seed=8), labels(3, 7, seed=9))], "val_interval": 2}, epochs=3, told={"*": ACCUMULATED}),
+    Program(name="met: signs of a moving mean", **NET, optimizer=sign, optimizer_args={}, **CLIP),
+    Program(name="met: nadam, cyclic rate and momentum", **NET, optimizer="SGD", optimizer_args={"lr": 0.1, "momentum": 0.9},
+            scheduler="CyclicLR", scheduler_args={"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2}, **CLIP),
+    Program(name="met: adagrad by epochs, two batches a step", **NET, optimizer="Adagrad", optimizer_args={"lr": 0.1,
+            "lr_decay": 0.1},
+            scheduler="MultiStepLR", scheduler_args={"milestones": [1, 2]}, epochs=3,
+            options={**TWO["options"], "scheduler_interval": "epoch"}),
+    Program(name="met: rprop, ragged", **NET, optimizer="Rprop", optimizer_args={"lr": 0.01}),
+    Program(name="met: averaged sgd", **NET, optimizer="ASGD", optimizer_args={"lr": 0.05, "t0": 2}, **CLIP),
+    Program(name="met: adafactor", **NET, optimizer="Adafactor", optimizer_args={"lr": 0.05}, **CLIP),
+    Program(name="met: drawn by weight", model=Mlp, data=drawn_by_weight, criterion=CE, **THREE, **ADAM),
+    Program(name="met: fewer samples than workers", model=Mlp, data=rows(5, 2), criterion=CE, **TWO_CLIPPED, epochs=3, **ADAM),
+    Program(name="met: lists of unlike lengths", model=Mlp, data=ragged_lists, step=of_lists, **TWO_CLIPPED),
+    Program(name="met: joined texts with offsets, accumulated", model=Bag, data=bags, step=bag_step, refused={"*": POSITIONS},
+            **TWO),
+    Program(name="met: validated between steps", **NET, **ADAM, scheduler="StepLR", scheduler_args={"step_size": 2},
+            options={**TWO_CLIPPED["options"], "val_loader": [(draw(7, 5, seed=8), labels(3, 7, seed=9))], "val_interval": 2}),
 ]  # fmt: skip

@@ -181,9 +181,14 @@ def _loss_of(program: Program) -> Callable[[nn.Module, Any], tuple[torch.Tensor,
             outcome = criterion(outputs, targets)
         if isinstance(outcome, tuple):
             return outcome[0], float(outcome[1])
-        return outcome, 1.0
+        rows = _rows(batch) if program.options.get("accumulation_steps", 1) > 1 else 1  # several are as one batch
+        return outcome * rows, float(rows)
 
     return measured
+
+
+def _rows(batch: Any) -> int:
+    return len(batch) if isinstance(batch, torch.Tensor) else _rows(batch[-1])
 
 
 def _tensors(words: Mapping[str, Any]) -> dict[str, Any]:

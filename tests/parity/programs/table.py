@@ -61,8 +61,8 @@ PROGRAMS: dict[str, Program] = {
         constraints,
         derivatives,
         habits,
-        meetings,
         outside,
+        meetings,
     )
     for program in module.PROGRAMS
 }

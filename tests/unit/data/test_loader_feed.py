@@ -145,7 +145,14 @@ class Drawing(Numbers):
 
     def __getitem__(self, index: int) -> Any:
         one, two, three, _ = self.streams
-        return index, one.random(), two.rand(), three.random(), torch.rand((), generator=self.torchs).item(), self.kind.random()
+        return (
+            index,
+            one.random(),
+            two.rand(),
+            three.random(),
+            torch.rand((), generator=self.torchs).item(),
+            self.kind.random(),
+        )
 
 
 class Counting(Numbers):
