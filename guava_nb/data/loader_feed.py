@@ -178,19 +178,20 @@ class LoaderFeed:
 
     def _unlike(self, epoch: int, skip: int, has_state: bool) -> str:
         """What differs from an undisturbed run, if the loader draws random numbers, in a sentence; "" for nothing."""
-        source = self._source
+        source, until, exact = (
+            self._source,
+            "this epoch",
+            "a checkpoint of an epoch's end goes on exactly, with num_workers=0 any does",
+        )
         if source.is_persistent and self._was_restored:
-            where, until = "and persistent ones do so for the rest of the run", ", without persistent_workers,"
-        elif skip and not has_state and not source.loads_skipped:
-            where, until = "up to the end of this epoch", ""
-        else:
+            until, exact = "the run", f"without persistent_workers {exact}"
+        elif not skip or has_state or source.loads_skipped:
             return ""
-        who = "which are not known for this step" if source.in_process else "which begin anew in the loader's processes"
-        exact = "" if source.in_process else ", or at any step with num_workers=0"
+        who = "whose place in their streams is not known here" if source.in_process else "anew in processes of its own"
         return (
-            f"epoch {epoch + 1} goes on after batch {skip}, and loading draws random numbers (augmentation, say), {who}: they are "
-            f"others than in an undisturbed run {where}. The order of the samples is the same. A checkpoint{until} goes on exactly "
-            f"{'at any step' if source.in_process else 'at the end of an epoch'}{exact}"
+            f"epoch {epoch + 1} {f'goes on after batch {skip}' if skip else 'begins'}, and its loader draws random numbers "
+            f"(augmentation, say) {who}: to the end of {until} they are others than in an undisturbed run, the samples' order "
+            f"is the same. To have the same: {'a checkpoint goes on exactly' if source.in_process else exact}"
         )
 
     def _tell(self, kind: str, note: str) -> None:

@@ -123,6 +123,10 @@ class BatchFeeder:
         """Whether loading waits for `go_on`."""
         return self._has_paused
 
+    def is_at_rest(self) -> bool:
+        """Whether a group is there, or none comes before `go_on`."""
+        return self.available() or self._has_paused
+
     def go_on(self) -> None:
         """Let loading go on after a pause."""
         with self._changed:

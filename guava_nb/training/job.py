@@ -290,7 +290,7 @@ class TrainingJob(Job):
         self.accounting.begin_epoch(epoch)
         with closing(self.window.load_epoch(self.accounting.steps)) as feeder:
             while True:
-                self.pump(lambda: feeder.available() or feeder.has_paused())
+                self.pump(feeder.is_at_rest)
                 if feeder.has_paused() and not feeder.available():
                     self._boundary.reach()
                     feeder.go_on()

@@ -59,14 +59,14 @@ class StepWindow:
         Args:
             done: optimizer steps before it.
         """
-        every = self._plan.batches_per_exchange
+        every, pauses = self._plan.batches_per_exchange, self._pauses(done)
         self._feeder = BatchFeeder(
             self._plan.feed.epoch(),
             every,
             max(1, _LOADED_BATCHES // every),
             lambda: self._job.post(Wake()),
             self._plan.prefetch_bytes // 4,
-            self._pauses(done),
+            pauses,
         )
         return self._feeder
 
@@ -123,7 +123,7 @@ class StepWindow:
             self._membership.cluster.notice(note)
         if not self._has_read:
             self._has_read = True
-            self._job.pump(feeder.available)
+            self._job.pump(feeder.is_at_rest)
             if not self._plan.feed.reading.is_plain and not self._plan.split_fn and not self._plan.feed.gives_ids:
                 self._membership.cluster.notice(f"batches are read so: {self._plan.reading_text}")
 

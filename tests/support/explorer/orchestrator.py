@@ -100,6 +100,9 @@ class _Feeder:
     def has_paused(self) -> bool:
         return False
 
+    def is_at_rest(self) -> bool:
+        return True
+
     def next_bytes(self) -> int | None:
         return None if self._next is None else 1
 

@@ -521,7 +521,7 @@ def test_random_numbers_that_begin_anew_are_told(processes: dict[str, Any]) -> N
     assert told("shuffled") == told("own batch sampler") == []
     for name in ("augmented", "augmented from its own streams"):
         (note,) = told(name)
-        assert note.startswith("epoch 1 goes on after batch 1, and loading draws random numbers")
+        assert note.startswith("epoch 1 goes on after batch 1, and its loader draws random numbers")
     persists = "persistent_workers" in processes
     assert len(told("augmented", at_the_end=True)) == persists
 
