@@ -88,7 +88,7 @@ class LoaderFeed:
         self._is_shuffled = not _is_in_order(loader)
         self._epoch = -1
         self._batches = 0
-        self._has_ended = self._was_restored = False
+        self._has_ended, self._astray = False, ""
         self._settled: KeptByObjects | None = None
         self._notes, self._told = list[str](), set[str]()
         self._resume: Mapping[str, Any] | None = None
@@ -148,7 +148,8 @@ class LoaderFeed:
         self.record.begin(epoch)
         source.set_epoch(epoch)
         streams = source.streams()  # it may have made others
-        unlike = self._unlike(epoch, skip, start is None or now is not None)
+        if start is not None:
+            self._astray = self._unlike(epoch, skip, now is not None)
         # A skipped batch draws no random numbers of its data set; its state of then makes up for it.
         when_skipped = None if now is None else partial(now.put, streams)
         last: RandomState | None = None
@@ -158,13 +159,13 @@ class LoaderFeed:
             if source.in_process:
                 state = RandomState.take(streams)
                 _remember(self._states, (epoch, index + 1), state, _KEPT_STATES)
-                if unlike and last is not None and not state.is_same(last, _OF_THE_ORDER):
-                    self._tell("drawn", unlike)
+                if self._astray and last is not None and not state.is_same(last, _OF_THE_ORDER):
+                    self._tell("drawn", self._astray)
                 last = state
                 if self._settled is None and index >= _SETTLED:
                     self._settled = source.kept()
-            elif unlike and source.drew:
-                self._tell("drawn", unlike)
+            elif self._astray and source.drew:
+                self._tell("drawn", self._astray)
             yield LoadedBatch(index, batch, ids, rows, self._number)
         if now is not None and self._batches == skip:
             now.put(streams)
@@ -178,20 +179,22 @@ class LoaderFeed:
 
     def _unlike(self, epoch: int, skip: int, has_state: bool) -> str:
         """What differs from an undisturbed run, if the loader draws random numbers, in a sentence; "" for nothing."""
-        source, until, exact = (
-            self._source,
-            "this epoch",
-            "a checkpoint of an epoch's end goes on exactly, with num_workers=0 any does",
-        )
-        if source.is_persistent and self._was_restored:
-            until, exact = "the run", f"without persistent_workers {exact}"
-        elif not skip or has_state or source.loads_skipped:
+        source = self._source
+        lasts = source.is_persistent and epoch + skip > 0
+        if not lasts and (not skip or has_state or source.loads_skipped):
             return ""
-        who = "whose place in their streams is not known here" if source.in_process else "anew in processes of its own"
+        begun = f"epoch {epoch + 1} {f'went on after batch {skip}' if skip else 'began'}, and its loader draws random numbers"
+        if source.in_process:
+            return (
+                f"{begun} (augmentation, say), whose place in their streams is unknown: from there on they are others than "
+                "in an undisturbed run, and so is the order of the samples in later epochs, unless the loader has its own generator. "
+                "A checkpoint goes on exactly"
+            )
+        until, without = ("the run", " without persistent_workers") if lasts else ("that epoch", "")
         return (
-            f"epoch {epoch + 1} {f'goes on after batch {skip}' if skip else 'begins'}, and its loader draws random numbers "
-            f"(augmentation, say) {who}: to the end of {until} they are others than in an undisturbed run, the samples' order "
-            f"is the same. To have the same: {'a checkpoint goes on exactly' if source.in_process else exact}"
+            f"{begun} (augmentation, say) in processes of its own, which began anew: to the end of {until} they are others than "
+            "in an undisturbed run; the order of the samples is the same. A checkpoint of an epoch's end goes on exactly"
+            f"{without}, and with num_workers=0 any does"
         )
 
     def _tell(self, kind: str, note: str) -> None:
@@ -282,7 +285,7 @@ class LoaderFeed:
             finally:
                 getattr(walk, "close", lambda: None)()
 
-    def position(self, epoch: int | None = None, batches: int | None = None) -> dict[str, Any]:
+    def position(self, epoch: int | None = None, batches: int | None = None, at_end: bool = False) -> dict[str, Any]:
         """Where to go on later, as plain data that `torch.load(weights_only=True)` reads.
 
         Args:
@@ -347,7 +350,7 @@ class LoaderFeed:
                 "in this process, so they may differ from those of an undisturbed run. Reckon it from the epoch "
                 "(set_epoch of the sampler) or from the index of the sample, or train all epochs in one run",
             )
-        self._resume, self._was_restored = dict(position), bool(position["epoch"] or position["batches"])
+        self._resume = dict(position)
 
     def read_beyond(self, epoch: int, batches: int) -> int:
         """How many batches of an epoch were read beyond the first so many of it."""

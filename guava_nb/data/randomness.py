@@ -218,8 +218,9 @@ class KeptByObjects:
             yield from ((name, one) for one in (value.func, *value.args, *value.keywords.values()))
         elif isinstance(value, types.FunctionType):
             for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
-                self._spaces.append((f"{name}.{key}", cell, [cell.cell_contents]))
-                yield f"{name}.{key}", cell.cell_contents
+                with contextlib.suppress(ValueError):  # nothing is in it yet
+                    self._spaces.append((f"{name}.{key}", cell, [cell.cell_contents]))
+                    yield f"{name}.{key}", cell.cell_contents
             names = value.__globals__
             if written := {k: names[k] for k in _written(value.__code__) if k in names}:
                 self._globals.append((names, written))

@@ -342,7 +342,8 @@ class StepAccounting:
             return self.snapshot.position if self.snapshot.step <= step else self._plan.start
         if not self._run.history or self._went_back is not None:
             return self.snapshot.position if self._went_back is None else self._went_back
-        return replace(self.position, feed=self._plan.feed.position(self._feed_epoch, self._feed_batches))
+        feed, is_over = self._plan.feed, self.position.epoch > self._feed_epoch
+        return replace(self.position, feed=feed.position(self._feed_epoch, self._feed_batches, at_end=is_over))
 
     def keep(self, state: dict[str, Any]) -> None:
         """Take this state of the last committed step for the snapshot to go back to."""

@@ -493,7 +493,7 @@ def test_what_was_drawn_after_an_epoch_goes_before_the_next() -> None:
             walk(feed, 1, steps if taken else whole)
             torch.rand(3)  # a validation
             if taken:
-                position = through_a_file(feed.position())
+                position = through_a_file(feed.position(at_end=True))
                 seed_everything(77)
                 feed = LoaderFeed(LOADERS[name]())
                 feed.restore(position)
@@ -521,7 +521,7 @@ def test_random_numbers_that_begin_anew_are_told(processes: dict[str, Any]) -> N
     assert told("shuffled") == told("own batch sampler") == []
     for name in ("augmented", "augmented from its own streams"):
         (note,) = told(name)
-        assert note.startswith("epoch 1 goes on after batch 1, and its loader draws random numbers")
+        assert note.startswith("epoch 1 went on after batch 1, and its loader draws random numbers")
     persists = "persistent_workers" in processes
     assert len(told("augmented", at_the_end=True)) == persists
 
