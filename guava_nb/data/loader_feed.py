@@ -187,7 +187,7 @@ class LoaderFeed:
         if source.in_process:
             return (
                 f"{begun} (augmentation, say), whose place in their streams is unknown: from there on they are others than "
-                "in an undisturbed run, and so is the order of the samples in later epochs, unless the loader has its own generator. "
+                "in an undisturbed run, and so is the order of the samples in later epochs, unless it has its own generator. "
                 "A checkpoint goes on exactly"
             )
         until, without = ("the run", " without persistent_workers") if lasts else ("that epoch", "")

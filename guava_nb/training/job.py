@@ -290,11 +290,7 @@ class TrainingJob(Job):
         self.accounting.begin_epoch(epoch)
         with closing(self.window.load_epoch(self.accounting.steps)) as feeder:
             while True:
-                self.pump(feeder.is_at_rest)
-                if feeder.has_paused() and not feeder.available():
-                    self._boundary.reach()
-                    feeder.go_on()
-                    continue
+                self.window.wait_for_batches(feeder, self._boundary.reach)
                 coming = feeder.next_bytes()
                 if coming is not None and not self.plan.has_step_after(self.window.issued_steps(self.accounting.steps)):
                     self.window.drain()

@@ -84,6 +84,14 @@ class StepWindow:
 
         return lambda group: group > 0 and pauses(group)
 
+    def wait_for_batches(self, feeder: BatchFeeder, at_pause: Callable[[], None]) -> None:
+        """Wait until batches for the next step are there, or the epoch's end; `at_pause` is called where loading has paused."""
+        self._job.pump(feeder.is_at_rest)
+        while not feeder.available():
+            at_pause()
+            feeder.go_on()
+            self._job.pump(feeder.is_at_rest)
+
     def feeding(self) -> Feeding:
         """Return what is loaded and what is on its way; from any thread."""
         loaded = (0, 0) if self._feeder is None else self._feeder.held()

@@ -97,9 +97,6 @@ class _Feeder:
     def available(self) -> bool:
         return True
 
-    def has_paused(self) -> bool:
-        return False
-
     def is_at_rest(self) -> bool:
         return True
 
