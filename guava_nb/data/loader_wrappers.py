@@ -200,7 +200,7 @@ class Counted:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: Sequence[Any]) -> tuple[int, Any]:
+    def __call__(self, samples: Sequence[Any]) -> Any:
         """The number of samples, and the batch made of them."""
         return _told((len(samples), self.collate(samples)))
 
