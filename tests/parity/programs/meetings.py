@@ -364,6 +364,8 @@ def bag_step(model, batch):
 CLIP = {"options": {"max_grad_norm": 0.3}}
 TWO, THREE = ({"options": {"accumulation_steps": count}} for count in (2, 3))
 TWO_CLIPPED, THREE_CLIPPED = ({"options": {"accumulation_steps": count, "max_grad_norm": 0.3}} for count in (2, 3))
+AVERAGED = {"tensor": "is read outside its layer", "pipeline": "switches gradients or autocast"}
+SYNCED = {"relay": "sync_batchnorm", "site": "sync_batchnorm", "pipeline": "statistics"}
 COUNTED = {"told": {"*": ACCUMULATED}}  # by targets, and not by samples
 ADAM = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.02, "weight_decay": 0.1}}
 NET = {"model": Mlp, "data": rows(), "criterion": CE}
@@ -377,7 +379,7 @@ PROGRAMS = [
             criterion_args={"label_smoothing": 0.2, "weight": [0.2, 1.0, 3.0]}, **ADAM),
     Program(name="met: shards without a target", model=Mlp, data=mostly_ignored, criterion=CE, **CLIP),
     Program(name="met: words, summed and counted, accumulated", model=Words, data=words(), step=word_sum, **ADAM,
-            **TWO_CLIPPED, refused={"zero 3": "", "tensor": "is read outside its layer"}),
+            **TWO_CLIPPED),
     Program(name="met: words by name, accumulated", model=Words, data=words(), criterion=CE, **THREE_CLIPPED, **ADAM, **COUNTED),
     Program(name="met: words, a mean by hand", model=Words, data=words(), step=word_mean, told={"*": COUPLED}),
     Program(name="met: words, smoothed sum", model=Words, data=words(size=5), criterion=smoothed_sum, **TWO),
@@ -393,11 +395,14 @@ PROGRAMS = [
     Program(name="met: multi margin with weights", model=Mlp, data=rows(), criterion="MultiMarginLoss",
             criterion_args={"weight": [0.2, 1.0, 3.0]}, **TWO),
     Program(name="met: synced norms, accumulated and clipped", model=Norms, data=rows(24, 6), criterion=CE, **CLIP,
-            settings={"sync_batchnorm": True}, **ADAM, scheduler="CosineAnnealingWarmRestarts", scheduler_args={"T_0": 3}),
+            settings={"sync_batchnorm": True}, **ADAM, scheduler="CosineAnnealingWarmRestarts", scheduler_args={"T_0": 3},
+            refused=SYNCED),
     Program(name="met: norms of the batch, accumulated", model=Norms, data=rows(24, 6), criterion=CE, **TWO,
             told={"*": STATISTICS}),
-    Program(name="met: average in buffers, clipped, ragged", model=Average, data=rows(), criterion=CE, **CLIP, **ADAM),
-    Program(name="met: average in buffers, accumulated", model=Average, data=rows(), criterion=CE, **THREE),
+    Program(name="met: average in buffers, clipped, ragged", model=Average, data=rows(), criterion=CE, **CLIP, **ADAM,
+            refused=AVERAGED),
+    Program(name="met: average in buffers, accumulated", model=Average, data=rows(), criterion=CE, **THREE,
+            refused=AVERAGED),
     Program(name="met: annealed by a buffer, accumulated", model=Annealed, data=rows(), step=annealed, **TWO),
     Program(name="met: annealed by a buffer", model=Annealed, data=rows(), step=annealed, **CLIP, epochs=3),
     Program(name="met: compares samples later", model=Annealed, data=rows(24, 6), step=compared_later, epochs=3,
@@ -416,13 +421,14 @@ PROGRAMS = [
     Program(name="met: encoder layer, warm cosine, clipped", model=Attending, data=lambda: batches(draw(22, 6, 4), labels(3,
             22), size=4),
             criterion=CE, **CLIP, scheduler=warm_cosine, **ADAM),
-    Program(name="met: slope of the input, accumulated", model=Mlp, data=rows(), step=penalised, **TWO_CLIPPED),
+    Program(name="met: slope of the input, accumulated", model=Mlp, data=rows(), step=penalised, **TWO_CLIPPED,
+            refused={"tensor": "derivatives of derivatives", "zero 3": "a gradient of a gradient"}),
     Program(name="met: decay in the loss, accumulated", model=Mlp, data=rows(), step=decayed_by_hand, **TWO,
             refused=READ),
     Program(name="met: groups, rates by group, clipped", **NET, optimizer=grouped, optimizer_args={}, scheduler=by_group,
             **TWO_CLIPPED),
     Program(name="met: an optimizer that clips by itself", **NET, optimizer=clips_itself, optimizer_args={},
-            refused={"zero 3": "", "tensor": ""}),
+            refused={"tensor": "looks at whole parameters"}),
     Program(name="met: signs of a moving mean", **NET, optimizer=sign, optimizer_args={}, **CLIP),
     Program(name="met: nadam, cyclic rate and momentum", **NET, optimizer="SGD", optimizer_args={"lr": 0.1, "momentum": 0.9},
             scheduler="CyclicLR", scheduler_args={"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2}, **CLIP),
@@ -432,7 +438,8 @@ PROGRAMS = [
             options={**TWO["options"], "scheduler_interval": "epoch"}),
     Program(name="met: rprop, ragged", **NET, optimizer="Rprop", optimizer_args={"lr": 0.01}),
     Program(name="met: averaged sgd", **NET, optimizer="ASGD", optimizer_args={"lr": 0.05, "t0": 2}, **CLIP),
-    Program(name="met: adafactor", **NET, optimizer="Adafactor", optimizer_args={"lr": 0.05}, **CLIP),
+    Program(name="met: adafactor", **NET, optimizer="Adafactor", optimizer_args={"lr": 0.05}, **CLIP,
+            refused={"tensor": "looks at whole parameters", "zero 3": "cannot step on parameters"}),
     Program(name="met: drawn by weight", model=Mlp, data=drawn_by_weight, criterion=CE, **THREE, **ADAM),
     Program(name="met: fewer samples than workers", model=Mlp, data=rows(5, 2), criterion=CE, **TWO_CLIPPED, epochs=3, **ADAM),
     Program(name="met: lists of unlike lengths", model=Mlp, data=ragged_lists, step=of_lists, **TWO_CLIPPED),
