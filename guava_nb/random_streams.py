@@ -20,16 +20,19 @@ STREAMS = (torch.Generator, np.random.Generator, np.random.RandomState, random.R
 
 
 def place_in(stream: Any) -> Any:
-    """Return where a stream of random numbers is."""
+    """Return where a stream of random numbers is; None for one that has no place, as that of the system."""
     if isinstance(stream, random.Random):
-        return stream.getstate()
+        return None if isinstance(stream, random.SystemRandom) else stream.getstate()
     return stream.bit_generator.state if isinstance(stream, np.random.Generator) else stream.get_state()
 
 
 def put_back(stream: Any, place: Any) -> None:
-    """Let a stream go on from a place that `place_in` gave."""
+    """Let a stream go on from a place that `place_in` gave, or from one that JSON made of it."""
+    if place is None:
+        return
     if isinstance(stream, random.Random):
-        stream.setstate(place)
+        version, words, gauss = place
+        stream.setstate((version, tuple(words), gauss))
     elif isinstance(stream, np.random.Generator):
         stream.bit_generator.state = place
     else:

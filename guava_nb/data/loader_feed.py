@@ -31,6 +31,10 @@ MOST_BATCHES = 128
 # epoch is no longer known.
 _KEPT_STATES = 2 * MOST_BATCHES
 _KEPT_EPOCHS = 4
+#: Beginnings of the names of streams that are drawn from for the order of the samples.
+_OF_THE_ORDER = ("loader", "sampler", "batch_sampler", "its sampler", "its batch_sampler")
+#: Batches after which caches are filled and files open, and what an object still replaces is what it counts or remembers.
+_SETTLED = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,9 @@ class LoaderFeed:
         self._is_shuffled = not _is_in_order(loader)
         self._epoch = -1
         self._batches = 0
+        self._has_ended, self._astray = False, ""
+        self._settled: KeptByObjects | None = None
+        self._notes, self._told = list[str](), set[str]()
         self._resume: Mapping[str, Any] | None = None
         self._starts: OrderedDict[int, RandomState] = OrderedDict()
         self._states: OrderedDict[tuple[int, int], RandomState] = OrderedDict()
@@ -133,27 +140,72 @@ class LoaderFeed:
         return self._walk(int(resume["epoch"]), skip, start, now and RandomState.from_plain(now))
 
     def _walk(self, epoch: int, skip: int, start: RandomState | None, now: RandomState | None) -> Iterator[LoadedBatch]:
-        source, generators = self._source, self._source.generators()
+        source, streams = self._source, self._source.streams()
         if start is not None:
-            start.put(generators)
-        self._epoch, self._batches = epoch, skip
-        _remember(self._starts, epoch, RandomState.take(generators), _KEPT_EPOCHS)
+            start.put(streams)
+        self._epoch, self._batches, self._has_ended = epoch, skip, False
+        _remember(self._starts, epoch, RandomState.take(streams), _KEPT_EPOCHS)
         self.record.begin(epoch)
         source.set_epoch(epoch)
+        streams = source.streams()  # it may have made others
+        if start is not None:
+            self._astray = self._unlike(epoch, skip, now is not None)
         # A skipped batch draws no random numbers of its data set; its state of then makes up for it.
-        when_skipped = None if now is None else partial(now.put, generators)
+        when_skipped = None if now is None else partial(now.put, streams)
+        last: RandomState | None = None
         for batch, ids, rows in source.open(skip, when_skipped):
             index, self._batches = self._batches, self._batches + 1
             self.record.see(batch)
             if source.in_process:
-                _remember(self._states, (epoch, index + 1), RandomState.take(generators), _KEPT_STATES)
+                state = RandomState.take(streams)
+                _remember(self._states, (epoch, index + 1), state, _KEPT_STATES)
+                if self._astray and last is not None and not state.is_same(last, _OF_THE_ORDER):
+                    self._tell("drawn", self._astray)
+                last = state
+                if self._settled is None and index >= _SETTLED:
+                    self._settled = source.kept()
+            elif self._astray and source.drew:
+                self._tell("drawn", self._astray)
             yield LoadedBatch(index, batch, ids, rows, self._number)
+        if now is not None and self._batches == skip:
+            now.put(streams)
+        self._has_ended = True
         if self._batches == 0:
             raise ConfigError(
                 "the loader is an iterator that was used up in the first epoch: give a DataLoader or a list of batches"
                 if self._one_shot and epoch > 0
                 else f"epoch {epoch} of the loader had no batches: there is nothing to do"
             )
+
+    def _unlike(self, epoch: int, skip: int, has_state: bool) -> str:
+        """What differs from an undisturbed run, if the loader draws random numbers, in a sentence; "" for nothing."""
+        source = self._source
+        lasts = source.is_persistent and epoch + skip > 0
+        if not lasts and (not skip or has_state or source.loads_skipped):
+            return ""
+        begun = f"epoch {epoch + 1} {f'went on after batch {skip}' if skip else 'began'}, and its loader draws random numbers"
+        if source.in_process:
+            return (
+                f"{begun} (augmentation, say), whose place in their streams is unknown: from there on they are others than "
+                "in an undisturbed run, and so is the order of the samples in later epochs, unless it has its own generator. "
+                "A checkpoint goes on exactly"
+            )
+        until, without = ("the run", " without persistent_workers") if lasts else ("that epoch", "")
+        return (
+            f"{begun} (augmentation, say) in processes of its own, which began anew: to the end of {until} they are others than "
+            "in an undisturbed run; the order of the samples is the same. A checkpoint of an epoch's end goes on exactly"
+            f"{without}, and with num_workers=0 any does"
+        )
+
+    def _tell(self, kind: str, note: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            self._notes.append(note)
+
+    def take_notes(self) -> list[str]:
+        """Sentences on what differs from an undisturbed run, each once."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def example(self, parts: int) -> Any:
         """Collate the first samples of the data set, as many as one of `parts` equal parts of a batch has.
@@ -170,12 +222,12 @@ class LoaderFeed:
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """Draw inside only to look: random state goes back, and what the user's objects count or keep."""
-        generators = self._source.generators()
-        state, kept = RandomState.take(generators), self._source.kept()
+        streams, kept = self._source.streams(), self._source.kept()
+        state = RandomState.take(streams)
         try:
             yield
         finally:
-            state.put(generators)
+            state.put(streams)
             kept.put_back()
 
     def kept(self) -> KeptByObjects | None:
@@ -186,6 +238,16 @@ class LoaderFeed:
     def batch_size(self) -> int | None:
         """Samples of a batch, where the loader says it."""
         return self._source.batch_size
+
+    @property
+    def loads_here(self) -> bool:
+        """Whether samples are made in this process, where others draw from its streams of random numbers too."""
+        return self._source.in_process and not self.gives_ids
+
+    @property
+    def next_batch(self) -> int:
+        """Index of the batch with which the next walk begins."""
+        return 0 if self._resume is None else int(self._resume["batches"])
 
     @property
     def gives_ids(self) -> bool:
@@ -223,7 +285,7 @@ class LoaderFeed:
             finally:
                 getattr(walk, "close", lambda: None)()
 
-    def position(self, epoch: int | None = None, batches: int | None = None) -> dict[str, Any]:
+    def position(self, epoch: int | None = None, batches: int | None = None, at_end: bool = False) -> dict[str, Any]:
         """Where to go on later, as plain data that `torch.load(weights_only=True)` reads.
 
         Args:
@@ -237,25 +299,38 @@ class LoaderFeed:
         if self._resume is not None and epoch is None and batches is None:
             return dict(self._resume)
         if self._epoch < 0:
-            _remember(self._starts, 0, RandomState.take(self._source.generators()), _KEPT_EPOCHS)
+            _remember(self._starts, 0, RandomState.take(self._source.streams()), _KEPT_EPOCHS)
         epoch = max(self._epoch, 0) if epoch is None else epoch
         batches = self._batches if batches is None else batches
         if epoch not in self._starts:
             raise ConfigError(f"epoch {epoch} is too long ago to go back to: known are {list(self._starts)}")
         now = self._states.get((epoch, batches))
+        if self._has_ended and (epoch, batches) == (self._epoch, self._batches):
+            now = RandomState.take(
+                self._source.streams()
+            )  # what drew since, as a validation, goes before the next epoch
+        kept = None if self._settled is None else self._source.kept()
         return {
             "version": _POSITION_VERSION,
             "epoch": epoch,
             "batches": batches,
             "start": self._starts[epoch].to_plain(),
             "now": None if now is None else now.to_plain(),
+            "kept": [] if kept is None or self._settled is None else sorted(kept.replaced_since(self._settled)),
         }
+
+    def leave(self, epoch: int, batches: int) -> None:
+        """The run ends after so many batches of an epoch: let random streams be where a plain loop leaves them."""
+        if self._batches > batches and epoch == self._epoch:
+            there, here = (self._states.get((epoch, number)) for number in (batches, self._batches))
+            if there is not None and here is not None and not there.is_same(here):
+                there.put(self._source.streams())
 
     def restore(self, position: Mapping[str, Any]) -> None:
         """Let the next `epoch()` go on at a position: the same order, after the same batches.
 
-        Random numbers that data sets draw in loader processes (`num_workers` > 0) begin anew at the position; all
-        others go on as if nothing had been interrupted.
+        Random numbers that data sets draw in loader processes (`num_workers` > 0) begin anew at the position, which
+        `take_notes` tells; all others go on as if nothing had been interrupted.
 
         Raises:
             CheckpointError: it is no position, or of another version.
@@ -268,6 +343,13 @@ class LoaderFeed:
         for state in (position["start"], position["now"]):
             if state is not None:
                 RandomState.from_plain(state)  # damage is told now, not in the middle of a run
+        if names := ", ".join(list(map(str, position.get("kept", ())))[:4]):
+            self._tell(
+                "kept",
+                f"loading changes {names}, and a place in the data does not hold that: the batches from here on find it as it is "
+                "in this process, so they may differ from those of an undisturbed run. Reckon it from the epoch "
+                "(set_epoch of the sampler) or from the index of the sample, or train all epochs in one run",
+            )
         self._resume = dict(position)
 
     def read_beyond(self, epoch: int, batches: int) -> int:

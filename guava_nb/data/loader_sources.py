@@ -24,6 +24,7 @@ from guava_nb.data.loader_wrappers import (
     TOLD,
     Collate,
     Counted,
+    Drew,
     LeaveOut,
     Located,
     Recorder,
@@ -74,13 +75,15 @@ class Source:
 
     Attributes:
         in_process: whether batches are loaded in this process, so that its random state is part of a position.
+        loads_skipped: whether skipped batches are loaded all the same, and draw what they draw.
+        drew: whether a loader process told that it draws random numbers.
         stacks: whether torch's own collate function makes the batches.
         reading: reads them; its owner may put another one here.
         skipped: samples in the batches that the last walk skipped; None where these are not loaded and nobody counts them.
     """
 
-    in_process = True
-    stacks = False
+    in_process = loads_skipped = True
+    stacks = drew = False
     skipped: int | None = 0
 
     def __init__(self, theirs: Any) -> None:
@@ -121,7 +124,7 @@ class Source:
             return (ordinal,)
 
         for index, loaded in _each(iter(self._walked), 0, failing, self.in_process):
-            drawn, batch = self._counted(loaded)
+            drawn, batch = self._counted(self._heard(loaded))
             batch = self._own(batch) if index >= skip_batches else batch
             rows = self.reading.read(batch, drawn)
             ids = tuple(range(ordinal, ordinal + (rows if drawn is None else drawn)))
@@ -134,6 +137,13 @@ class Source:
     def _counted(self, loaded: Any) -> tuple[int | None, Any]:
         """How many samples were drawn for a batch, where that is known, and the batch."""
         return None, loaded
+
+    def _heard(self, loaded: Any) -> Any:
+        """What was loaded, without the word of a loader process that it drew random numbers."""
+        if type(loaded) is not Drew:
+            return loaded
+        self.drew = True
+        return loaded.loaded
 
     def _own(self, batch: Any) -> Any:
         return batch if self._is_kept else snapshot(batch)
@@ -164,10 +174,17 @@ class Source:
         """A batch of so many first samples; None where none can be made. Raises LoadError."""
         return None
 
-    def generators(self) -> dict[str, torch.Generator]:
-        """The generators that decide about order, by name."""
+    def streams(self) -> dict[str, Any]:
+        """The streams that decide about order, and those of the user's own objects, by name."""
         found = {name: getattr(part, "generator", None) for name, part in self._random_parts.items()}
-        return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
+        deciding = {name: one for name, one in found.items() if isinstance(one, torch.Generator)}
+        known = {id(one) for one in (*deciding.values(), torch.default_generator)}
+        return deciding | {f"its {name}": one for name, one in self.kept().streams().items() if id(one) not in known}
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether loader processes, and what they draw, go on from epoch to epoch."""
+        return bool(getattr(self._theirs, "persistent_workers", False))
 
     def kept(self) -> KeptByObjects:
         """What the user's own objects keep now: the data set, what draws from it, what makes batches."""
@@ -221,6 +238,7 @@ class _MapSource(Source):
     """A loader over a data set with indices: ids are the indices that its sampler draws."""
 
     skipped: int | None = None
+    loads_skipped = False
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader)
@@ -266,6 +284,7 @@ class _MapSource(Source):
 
         for index, batch in _each(iter(self._walked), skip_batches, failing, self.in_process):
             indices, left = self._recorder.drawn.popleft()
+            batch = self._heard(batch)
             ids = _int_ids(indices) if left else ()
             loaded = (
                 (Unread(ids, partial(self._collated, self._dataset, ids, index)), ids, len(ids))

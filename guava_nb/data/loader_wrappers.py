@@ -15,16 +15,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
+from guava_nb.data.randomness import KeptByObjects, RandomState
 from guava_nb.errors import ConfigError
 
 __all__ = [
     "TOLD",
     "Collate",
     "Counted",
+    "Drew",
     "LeaveOut",
     "Located",
     "Recorder",
@@ -75,6 +77,30 @@ class Unread:
     read: Callable[[], Any]
 
 
+class Drew(NamedTuple):
+    """What a loader process loaded, where it drew random numbers for it."""
+
+    loaded: Any
+
+
+class _Watch:
+    """Sees, in a loader process, whether random numbers were drawn since it looked last."""
+
+    here: _Watch | None = None
+
+    def __init__(self, dataset: Any) -> None:
+        self._streams = KeptByObjects({"dataset": dataset}).streams()
+        self._last = RandomState.take(self._streams)
+
+    def told(self, loaded: Any) -> Any:
+        last, self._last = self._last, RandomState.take(self._streams)
+        return loaded if self._last.is_same(last) else Drew(loaded)
+
+
+def _told(loaded: Any) -> Any:
+    return loaded if _Watch.here is None else _Watch.here.told(loaded)
+
+
 class Collate:
     """The user's collate function, for batches that were loaded."""
 
@@ -85,7 +111,7 @@ class Collate:
         """The batch; None where its samples were left out."""
         if isinstance(samples, list) and samples and type(samples[0]) is _Left:
             return None
-        return self.inner(samples)
+        return _told(self.inner(samples))
 
 
 class Recorder(Sampler[Any]):
@@ -174,9 +200,9 @@ class Counted:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: Sequence[Any]) -> tuple[int, Any]:
+    def __call__(self, samples: Sequence[Any]) -> Any:
         """The number of samples, and the batch made of them."""
-        return len(samples), self.collate(samples)
+        return _told((len(samples), self.collate(samples)))
 
 
 class _WorkerInit:
@@ -191,6 +217,7 @@ class _WorkerInit:
             object.__setattr__(info, "dataset", info.dataset.inner)  # the record is frozen for users
         if self.inner is not None:
             self.inner(worker_id)
+        _Watch.here = _Watch(info.dataset) if info is not None else None
 
 
 def rebuild(loader: DataLoader[Any], dataset: Any, collate: Any, sampling: dict[str, Any]) -> DataLoader[Any]:

@@ -7,9 +7,12 @@ back and `pack` takes it.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
+import json
 import random
+import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -26,8 +29,6 @@ __all__ = ["KeptByObjects", "RandomState"]
 
 #: Entries of a container, bytes of an array, and objects that are looked at.
 _MOST_ENTRIES, _MOST_BYTES, _MOST_OBJECTS = 256, 1 << 16, 2000
-#: Methods that a loader calls of the user's objects.
-_CALLED = ("__call__", "__getitem__", "__iter__")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +38,30 @@ class RandomState:
     torch_state: torch.Tensor
     numpy_state: Any
     python_state: Any
-    generator_states: dict[str, torch.Tensor]
+    stream_places: dict[str, Any]
 
     @classmethod
-    def take(cls, generators: Mapping[str, torch.Generator]) -> RandomState:
+    def take(cls, streams: Mapping[str, Any]) -> RandomState:
         """The state of this moment.
 
         Args:
-            generators: torch generators beside the default one, by a name that means the same when putting back.
+            streams: those beside the default ones, by a name that means the same when putting back.
         """
         return cls(
             torch.get_rng_state(),
             np.random.get_state(),  # the stream that data sets draw from
             random.getstate(),
-            {name: generator.get_state() for name, generator in generators.items()},
+            {name: place_in(stream) for name, stream in streams.items()},
         )
 
-    def put(self, generators: Mapping[str, torch.Generator]) -> None:
-        """Go back to this state; generators without a state here are left alone."""
+    def put(self, streams: Mapping[str, Any]) -> None:
+        """Go back to this state; streams without a place here are left alone."""
         torch.set_rng_state(self.torch_state)
         np.random.set_state(self.numpy_state)
         random.setstate(self.python_state)
-        for name, generator in generators.items():
-            if name in self.generator_states:
-                generator.set_state(self.generator_states[name])
+        for name, stream in streams.items():
+            with contextlib.suppress(TypeError, ValueError, KeyError, RuntimeError):  # one of another kind has its name
+                put_back(stream, self.stream_places.get(name))
 
     def to_plain(self) -> dict[str, Any]:
         """Tensors, numbers and text that hold the same."""
@@ -70,7 +71,7 @@ class RandomState:
             "torch": self.torch_state,
             "numpy": [str(kind), torch.tensor(keys.tolist()), int(position), int(has_gauss), float(gauss)],
             "python": [version, torch.tensor(words), python_gauss],
-            "generators": dict(self.generator_states),
+            "generators": {name: _plain(place) for name, place in self.stream_places.items()},
         }
 
     @classmethod
@@ -87,10 +88,32 @@ class RandomState:
                 plain["torch"],
                 (kind, np.array(keys.tolist(), dtype=np.uint32), position, has_gauss, gauss),
                 (version, tuple(words.tolist()), python_gauss),
-                dict(plain["generators"]),
+                {n: json.loads(one) if isinstance(one, str) else one for n, one in plain["generators"].items()},
             )
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise CheckpointError(f"the random state in a saved position cannot be read ({error!r})") from error
+
+    def is_same(self, other: RandomState, leaves_out: tuple[str, ...] = ()) -> bool:
+        """Whether no number was drawn between the two; streams whose name begins so do not count."""
+        one, two = (state.numpy_state for state in (self, other))
+        return (
+            torch.equal(self.torch_state, other.torch_state)
+            and self.python_state == other.python_state
+            and (one[2:] == two[2:] and np.array_equal(one[1], two[1]))
+            and self.stream_places.keys() == other.stream_places.keys()
+            and all(
+                _is_at(p, other.stream_places[n]) for n, p in self.stream_places.items() if not n.startswith(leaves_out)
+            )
+        )
+
+
+def _plain(place: Any) -> Any:
+    """A tensor, or JSON of what numpy's and Python's streams give."""
+    return place if isinstance(place, torch.Tensor) else json.dumps(place, default=lambda array: array.tolist())
+
+
+def _is_at(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else _plain(one) == _plain(other)
 
 
 class KeptByObjects:
@@ -105,7 +128,7 @@ class KeptByObjects:
     def __init__(self, roots: Mapping[str, object]) -> None:
         self._spaces: list[tuple[str, Any, Any]] = []
         self._globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._streams: list[tuple[Any, Any]] = []
+        self._streams: dict[str, tuple[Any, Any]] = {}
         self._arrays: dict[str, tuple[Any, Any, int]] = {}
         self._seen: dict[int, object] = {}
         for name, root in roots.items():
@@ -131,6 +154,22 @@ class KeptByObjects:
                 found.add(name)
         return found
 
+    def streams(self) -> dict[str, Any]:
+        """The objects' own streams of random numbers, by what leads to them."""
+        return {name: stream for name, (stream, _) in self._streams.items()}
+
+    def replaced_since(self, before: KeptByObjects) -> set[str]:
+        """Return the names of what held another value then: what counts or remembers, and no cache that has filled."""
+        found, then = set[str](), {id(space): copied for _, space, copied in before._spaces}
+        for name, space, now in self._spaces:
+            first = then.get(id(space))
+            if isinstance(now, dict) and first is not None:
+                found |= {f"{name}.{key}" for key in now.keys() & first.keys() if first[key] is not None}
+            elif isinstance(space, deque | types.CellType):
+                found.add(name)
+        found |= {key for _, written in self._globals for key in written}
+        return found & self.changed_since(before)
+
     def put_back(self) -> None:
         """Let everything be as it was at this moment."""
         for _, space, copied in self._spaces:
@@ -145,7 +184,7 @@ class KeptByObjects:
                 space.extend(copied)
         for names, written in self._globals:
             names.update(written)
-        for stream, place in self._streams:
+        for stream, place in self._streams.values():
             put_back(stream, place)
         for array, saved, _ in self._arrays.values():
             if saved is not None and not _holds(array, saved):
@@ -157,7 +196,10 @@ class KeptByObjects:
             return
         self._seen[id(value)] = value
         if isinstance(value, STREAMS):
-            self._streams.append((value, place_in(value)))
+            self._streams[name if name not in self._streams else f"{name}.{len(self._streams)}"] = (
+                value,
+                place_in(value),
+            )
         elif isinstance(value, torch.Tensor):
             is_small = value.numel() * value.element_size() <= _MOST_BYTES and value.layout is torch.strided
             self._arrays[name] = value, value.detach().clone() if is_small else None, value._version
@@ -176,14 +218,19 @@ class KeptByObjects:
             yield from ((name, one) for one in (value.func, *value.args, *value.keywords.values()))
         elif isinstance(value, types.FunctionType):
             for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
-                self._spaces.append((f"{name}.{key}", cell, [cell.cell_contents]))
-                yield f"{name}.{key}", cell.cell_contents
-            if written := {k: value.__globals__[k] for k in _written(value.__code__) if k in value.__globals__}:
-                self._globals.append((value.__globals__, written))
+                with contextlib.suppress(ValueError):  # nothing is in it yet
+                    self._spaces.append((f"{name}.{key}", cell, [cell.cell_contents]))
+                    yield f"{name}.{key}", cell.cell_contents
+            names = value.__globals__
+            if written := {k: names[k] for k in _written(value.__code__) if k in names}:
+                self._globals.append((names, written))
                 yield from written.items()
+            read = {k: names[k] for k in value.__code__.co_names if k in names and k not in written}
+            yield from ((k, one) for k, one in read.items() if _leads_on(one, names))
         elif hasattr(value, "__dict__"):
             yield from self._entries(name, vars(value))
-            yield from ((name, getattr(type(value), method, None)) for method in _CALLED)
+            yield from ((name, one) for cls in type(value).__mro__ if _is_own(cls.__module__) for one in vars(cls).values()
+                        if isinstance(one, types.FunctionType))  # fmt: skip
 
     def _entries(self, name: str, space: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(space, dict):
@@ -191,8 +238,24 @@ class KeptByObjects:
             yield from ((f"{name}.{key}", one) for key, one in copied.items())
         else:
             copied = list(space)
-            yield from ((f"{name}.{k}", one) for k, one in enumerate(copied) if hasattr(one, "__dict__"))
+            yield from (
+                (f"{name}.{k}", one)
+                for k, one in enumerate(copied)
+                if hasattr(one, "__dict__") or isinstance(one, STREAMS)
+            )
         self._spaces.append((name, space, copied))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_own(module: str) -> bool:
+    """Whether a module is neither installed nor Python's own."""
+    place = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "-packages" not in place and module.partition(".")[0] not in sys.stdlib_module_names
+
+
+def _leads_on(value: Any, names: dict[str, Any]) -> bool:
+    """Whether a global that a function reads is a stream, or a function beside it that may read one."""
+    return isinstance(value, STREAMS) or (isinstance(value, types.FunctionType) and value.__globals__ is names)
 
 
 @functools.lru_cache(maxsize=1024)

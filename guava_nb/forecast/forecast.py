@@ -79,6 +79,7 @@ class Parts:
         train: batches; `batches` counts those of the loader.
         accumulation: loader batches per optimizer step.
         epochs: passes that are left to do, the first one perhaps a part of one.
+        done: optimizer steps before them, of the runs that this one goes on from.
         validation: batches to validate on; None without.
         val_interval: optimizer steps between validations; None validates after each epoch.
         state: the whole state, once back to the orchestrator.
@@ -97,6 +98,7 @@ class Parts:
     state_every: tuple[int, ...] = ()
     each_epoch: bool = False
     ends_with_state: bool = True
+    done: int = 0
 
     def squeezed(self, left: Callable[[Traffic], Traffic]) -> Parts:
         """The same, of whose bytes `left` says what compression leaves."""
@@ -124,7 +126,8 @@ class Parts:
         total = self.train.part(number, share)
         if each is None or total is None:
             return None
-        before = round(each * self.epochs[0]) + each * (number - 1) if number else 0  # the first alone may be a part
+        first = round(each * self.epochs[0]) + each * (number - 1) if number else 0  # the first alone may be a part
+        before = self.done + first
         after = before + round(each * share)
         for passed in range(*self._passes(number, before, after)):
             walked = None if self.validation is None else self.validation.part(passed)
@@ -138,7 +141,10 @@ class Parts:
         if self.validation is None:
             return 0, 0
         every = self.val_interval
-        return (number, number + 1) if every is None else (before // every, after // every)
+        if every is None:
+            return number, number + 1
+        already = self.done // every
+        return before // every - already, after // every - already
 
     def _states(self, number: int, before: int, after: int) -> int:
         steps = {step for every in self.state_every for step in range((before // every + 1) * every, after + 1, every)}
@@ -147,7 +153,7 @@ class Parts:
     def end(self) -> Traffic:
         """What comes back at the end, unless it came with the last snapshot."""
         steps = self.steps()
-        there = steps is not None and any(steps % every == 0 for every in self.state_every)
+        there = steps is not None and any((self.done + steps) % every == 0 for every in self.state_every)
         return self.state if self.ends_with_state and not there else NOTHING
 
     def every_epoch(self) -> tuple[Traffic, ...]:

@@ -66,6 +66,7 @@ def parts_of(run: RunFacts) -> Parts:
         ),
         each_epoch=plan.snapshot_every_steps is None and exchanged.spread,
         ends_with_state=not run.at_orchestrator,
+        done=math.ceil(plan.steps_done / plan.sync_every),
     )
 
 

@@ -39,7 +39,8 @@ def notes_on(replica_set: ReplicaSet, plan: TrainingPlan, asked_precision: str |
         cards = "the card of every worker" if spec.precision == "bf16" else "not every worker has a card that"
         yield f"precision auto: {spec.precision}, because {cards} computes bf16 by itself"
     steps = plan.steps_left(replica_set.step)
-    if plan.val_feed is not None and plan.val_interval and steps is not None and plan.val_interval > steps:
+    done, every = replica_set.step + 1, plan.val_interval
+    if plan.val_feed is not None and every and steps is not None and (done + steps) // every == done // every:
         yield (
             f"this run never validates: val_interval is {plan.val_interval} steps, and it has {steps}; leave val_interval "
             "out to validate after each epoch"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -252,9 +253,10 @@ def _refuse_no_sum(role: str, loss: Tensor, count: Any, rows: int) -> None:
     why = ""
     if isinstance(count, Tensor) and count.requires_grad:
         why = "the second one has a gradient, so it is no count"
-    # The value of a count on a GPU would have to be waited for.
-    elif rows > 1 and _is_mean(loss.grad_fn) and (isinstance(count, Tensor) and count.is_cuda or float(count) > 1):
-        why = "the first one is a mean already"
+    elif rows > 1 and (factors := _factors_of_means(loss.grad_fn)) is not None:
+        why = _why_no_sum(factors, count)
+    elif _is_divided_by(loss.grad_fn, count):
+        why = "the first one was divided by the second one already"
     if why:
         raise ConfigError(
             f"the {role} function returned two values, which are read as (sum of losses, count), and {why}: return the mean loss "
@@ -262,15 +264,71 @@ def _refuse_no_sum(role: str, loss: Tensor, count: Any, rows: int) -> None:
         )
 
 
-def _is_mean(node: Any) -> bool:
-    """Whether the last thing that made a loss was a mean, or the sum of means."""
+def _why_no_sum(factors: list[tuple[Any, ...]], count: Any) -> str:
+    """Say why means that were multiplied so are no sum of as many losses as the count says; "" where they may be one."""
+    values = [one for chain in factors for one in chain]
+    if any(
+        isinstance(one, Tensor) and one.is_cuda for one in (count, *values)
+    ):  # their values would have to be waited for
+        return "" if values else "the first one is a mean already"
+    number = float(count)
+    for chain in factors:
+        numbers = [float(one) for one in chain]
+        product = math.prod(numbers)
+        if abs(product) >= number * (1 - 1e-6) or any(math.isclose(one, number, rel_tol=1e-6) for one in numbers):
+            return ""  # made a sum by hand
+    by = f", times {math.prod(map(float, factors[0])):.4g}" if len(factors) == 1 and values else ""
+    return f"the first one is a mean already{by}" if number > 1 else ""
+
+
+def _factors_of_means(node: Any) -> list[tuple[Any, ...]] | None:
+    """What each mean was multiplied by, where a loss is a mean, or a sum of means; None where it is something else."""
     if node is None:
+        return None
+    name = node.name()
+    if name in ("AddBackward0", "SubBackward0"):
+        parts = [_factors_of_means(made) for made, _ in node.next_functions]
+        return (
+            None if any(one is None for one in parts) else [chain for one in parts if one is not None for chain in one]
+        )
+    if name in ("MulBackward0", "DivBackward0"):
+        return _multiplied(node, name)
+    if name == "NegBackward0":
+        return _factors_of_means(node.next_functions[0][0])
+    if name.startswith("MeanBackward"):  # of sums over the samples it is no mean over them
+        return None if any(map(_sums_samples, (made for made, _ in node.next_functions))) else [()]
+    return [()] if getattr(node, "_saved_reduction", None) == _MEAN else None
+
+
+def _sums_samples(node: Any) -> bool:
+    """Whether a sum over the first axis, or over all of them, made something."""
+    if node is None or not node.name().startswith("SumBackward"):
         return False
-    if node.name() in ("AddBackward0", "SubBackward0"):
-        return all(_is_mean(made) for made, _ in node.next_functions)
-    if node.name().startswith("MeanBackward"):  # of sums over the samples it is no mean over them
-        return not any(made is not None and made.name().startswith("SumBackward") for made, _ in node.next_functions)
-    return getattr(node, "_saved_reduction", None) == _MEAN
+    axes, first = getattr(node, "_saved_dim", (0,)), 2**64 - len(node._saved_self_sym_sizes)  # -1 is saved as 2**64 - 1
+    return not axes or 0 in axes or first in axes
+
+
+def _is_divided_by(node: Any, count: Any) -> bool:
+    """Whether the last thing that made a loss was a division by its count."""
+    divisor = node._saved_other if node is not None and node.name() == "DivBackward0" else None
+    if (
+        not isinstance(divisor, Tensor)
+        or divisor.numel() != 1
+        or any(isinstance(c, Tensor) and c.is_cuda for c in (count, divisor))
+    ):
+        return False
+    return float(count) > 1 and math.isclose(float(divisor), float(count), rel_tol=1e-6)
+
+
+def _multiplied(node: Any, name: str) -> list[tuple[Any, ...]] | None:
+    saved = [node._saved_other, getattr(node, "_saved_self", None)]
+    sides = node.next_functions if name == "MulBackward0" else node.next_functions[:1]
+    for (made, _), factor in zip(sides, saved, strict=False):
+        inner = _factors_of_means(made)
+        if inner is not None and isinstance(factor, Tensor) and factor.numel() == 1:
+            value = factor.detach()
+            return [(*chain, value if name == "MulBackward0" else 1 / value) for chain in inner]
+    return None
 
 
 def _is_count(count: Any) -> bool:

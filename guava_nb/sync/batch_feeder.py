@@ -37,6 +37,7 @@ class BatchFeeder:
         depth: most groups held ready.
         wake: called after each change, so that a waiting job looks again.
         budget_bytes: most bytes held ready.
+        pauses: whether loading pauses before the group of this number, from 0, until `go_on`.
     """
 
     def __init__(
@@ -46,13 +47,14 @@ class BatchFeeder:
         depth: int,
         wake: Callable[[], None],
         budget_bytes: int = _BUDGET_BYTES,
+        pauses: Callable[[int], bool] = lambda group: False,
     ) -> None:
         """Start loading."""
         self._items: deque[_Loaded] = deque()
         self._changed = threading.Condition()
         self._depth, self._budget, self._loaded_bytes = max(1, depth), budget_bytes, 0
-        self._wake = wake
-        self._stopped = False
+        self._wake, self._pauses = wake, pauses
+        self._stopped = self._has_paused = False
         self._batches = batches
         self._group = group
         self._thread = threading.Thread(target=self._load, name="guava-feeder", daemon=True)
@@ -62,9 +64,9 @@ class BatchFeeder:
 
     def _load(self) -> None:
         try:
-            last = 0
-            while self._wait_for_room(last):
-                group = self._next_group()
+            last = number = 0
+            while self._wait_to_go_on(number) and self._wait_for_room(last):
+                group, number = self._next_group(), number + 1
                 if group:
                     last = sum(size_of(batch.batch) for batch in group)
                     self._put(_Loaded(group, last))
@@ -83,6 +85,16 @@ class BatchFeeder:
         while len(group) < self._group and not self._stopped and (batch := next(self._batches, None)) is not None:
             group.append(batch)
         return group
+
+    def _wait_to_go_on(self, number: int) -> bool:
+        """Pause before this group, if that is wanted; False when the feeder was closed."""
+        if self._pauses(number):
+            with self._changed:
+                self._has_paused = True
+            self._wake()
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or not self._has_paused)
+        return not self._stopped
 
     def _wait_for_room(self, coming: int) -> bool:
         """Wait until a group of about this size has room; False when the feeder was closed."""
@@ -106,6 +118,20 @@ class BatchFeeder:
     def available(self) -> bool:
         """Whether `take` would return at once."""
         return bool(self._items)
+
+    def has_paused(self) -> bool:
+        """Whether loading waits for `go_on`."""
+        return self._has_paused
+
+    def is_at_rest(self) -> bool:
+        """Whether a group is there, or none comes before `go_on`."""
+        return self.available() or self._has_paused
+
+    def go_on(self) -> None:
+        """Let loading go on after a pause."""
+        with self._changed:
+            self._has_paused = False
+            self._changed.notify()
 
     def next_bytes(self) -> int | None:
         """About how many bytes the next group has; None when there is no further one, or loading it failed."""

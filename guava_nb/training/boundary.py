@@ -121,7 +121,7 @@ class Boundary:
         self._told_metrics: set[str] = set()
 
     def mark_due(self, issued: int, num_steps: int = 1) -> None:
-        """Note what shall follow when so many optimizer steps of the run are issued, `num_steps` of them just now."""
+        """Note what shall follow when so many optimizer steps are issued from the very beginning, `num_steps` just now."""
         for name, every in (
             ("validate", self.plan.val_interval if self.plan.val_feed is not None else None),
             ("snapshot", self.plan.snapshot_every_steps),

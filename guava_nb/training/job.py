@@ -289,9 +289,9 @@ class TrainingJob(Job):
         self.budget_gate.begin()
         self.replica_set.writer.next_pass()
         self.accounting.begin_epoch(epoch)
-        with closing(self.window.load_epoch()) as feeder:
+        with closing(self.window.load_epoch(self.accounting.steps)) as feeder:
             while True:
-                self.pump(feeder.available)
+                self.window.wait_for_batches(feeder, self._boundary.reach)
                 coming = feeder.next_bytes()
                 if coming is not None and not self.plan.has_step_after(self.window.issued_steps(self.accounting.steps)):
                     self.window.drain()
@@ -319,7 +319,7 @@ class TrainingJob(Job):
         self.accounting.draw(epoch, batches, self.window.exchange.next_step)
         step = self.window.issue(epoch, batches, team)
         num_steps = self.window.exchange.in_flight[step].machine.num_steps
-        self._boundary.mark_due(self.window.issued_steps(self.accounting.steps) - self.accounting.first_step, num_steps)
+        self._boundary.mark_due(self.window.issued_steps(self.accounting.steps), num_steps)
         if self.snapshots.is_due(team):
             self._boundary.due.add("snapshot")
         return step

@@ -171,7 +171,8 @@ class TrainingPlan:
     Attributes:
         num_epochs: passes over the data, counted from the very beginning; no more than `max_steps` needs.
         max_steps: optimizer steps after which the run ends, counted likewise; None sets no limit.
-        val_interval: validate after this many optimizer steps; None validates at the end of each epoch, and of the run.
+        val_interval: validate after each so many optimizer steps, counted from the very beginning; None validates at the end of
+            each epoch, and of the run.
         accumulation_steps: loader batches per optimizer step.
         sync_every: optimizer steps between two exchanges: 1, or those of a round of local steps.
         batch: how the user says that batches are read; the feeds have it.
@@ -257,6 +258,12 @@ class TrainingPlan:
         """Optimizer steps of an epoch; None where the data has no length."""
         batches = self.feed.batches_per_epoch
         return None if batches is None else -(-batches // self.accumulation_steps)
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps before the run begins, of those that it goes on from; 0 where the data has no length."""
+        each = self.steps_per_epoch or 0
+        return each * self.start.epoch + (-(-self.start.batches // self.accumulation_steps) if each else 0)
 
     def steps_left(self, step: int) -> int | None:
         """Return how many optimizer steps follow the one of this number; None where the data has no length."""

@@ -114,7 +114,7 @@ def _ticks(interval: str, plan: TrainingPlan, step: int) -> int | None:
         return steps
     if interval == "epoch" or plan.val_interval is None:
         return plan.epoch_ends_left()
-    return None if steps is None else steps // plan.val_interval
+    return None if steps is None else (step + 1 + steps) // plan.val_interval - (step + 1) // plan.val_interval
 
 
 def _rehearse(name: str, replica_set: ReplicaSet, ticks: int, notice: Callable[[str], None]) -> None:

@@ -194,7 +194,8 @@ class StepAccounting:
         self.check: FirstStepCheck | None = None
         self._ledger = SampleLedger()
         self._feed_epoch, self._feed_batches = plan.start.epoch, plan.start.batches
-        self._told_empty = self._told_count = False
+        self._told_empty = self._told_count = self._told_accumulated = False
+        self._count_each: float | None = None  # what the first step counts for a sample
         self._went_back: Position | None = None  # there, and no step was issued since
 
     # ------------------------------------------------------------------------------------------------------------- steps
@@ -211,6 +212,10 @@ class StepAccounting:
         """Note the samples of a step that is about to be issued, and where the data stands after it."""
         ids, at, feed = [i for batch in group for i in batch.sample_ids], self.position, self._plan.feed
         self._ledger.draw(epoch, ids)
+        every = self._plan.accumulation_steps
+        for part in (group[start : start + every] for start in range(0, len(group), every)):
+            if len(part) < every or len({batch.rows for batch in part}) > 1:
+                self._tell_accumulated(f"batches of {' and '.join(str(batch.rows) for batch in part)} samples")
         if self._plan.note_place is not None:
             self._plan.note_place(step, at, len(group), len(ids), lambda: feed.position(at.epoch, at.batches))
 
@@ -223,6 +228,10 @@ class StepAccounting:
         if count == 0:
             self._tell_empty(step)
         self._tell_odd_count(step, loss_sum, count)
+        each = count / machine.rows if machine.rows else 0.0
+        self._count_each = each if self._count_each is None else self._count_each
+        if count > 1 and not math.isclose(each, self._count_each, rel_tol=1e-6):  # elements of a sample are alike
+            self._tell_accumulated(f"batches that count unlike per sample ({count:g} for {machine.rows} samples here)")
         if self._run.done:  # then it was withdrawn as not reached
             self._ledger.draw(step.epoch, ids)
         self._ledger.commit(step.epoch, ids)
@@ -255,6 +264,16 @@ class StepAccounting:
     def steps(self) -> int:
         """Optimizer steps that are committed, counted from the very beginning; a round of local steps has several."""
         return int(self._run.history[-1]["step"]) if self._run.history else self.first_step
+
+    def _tell_accumulated(self, has: str) -> None:
+        """Tell once where batches of one step count unlike those of a loop that divides each loss by their number."""
+        every = self._plan.accumulation_steps
+        if every > 1 and not self._told_accumulated:
+            self._told_accumulated = True
+            self._membership.cluster.notice(
+                f"accumulation_steps={every}: a step has {has} and is as one batch of all of them. In a loop with "
+                f"(loss / {every}).backward() each batch has a weight of 1/{every}, however few samples (or tokens) it has"
+            )
 
     def _tell_empty(self, step: StepInFlight) -> None:
         if not self._told_empty:
@@ -323,7 +342,8 @@ class StepAccounting:
             return self.snapshot.position if self.snapshot.step <= step else self._plan.start
         if not self._run.history or self._went_back is not None:
             return self.snapshot.position if self._went_back is None else self._went_back
-        return replace(self.position, feed=self._plan.feed.position(self._feed_epoch, self._feed_batches))
+        feed, is_over = self._plan.feed, self.position.epoch > self._feed_epoch
+        return replace(self.position, feed=feed.position(self._feed_epoch, self._feed_batches, at_end=is_over))
 
     def keep(self, state: dict[str, Any]) -> None:
         """Take this state of the last committed step for the snapshot to go back to."""
@@ -365,6 +385,7 @@ class StepAccounting:
 
     def close(self, done: bool) -> None:
         """Tell the run how many samples were lost and duplicated; not `done`: what was drawn ahead is not lost."""
+        self._plan.feed.leave(self._feed_epoch, self._feed_batches)
         if not done:
             self._ledger.withdraw_uncommitted()
         self._run.lost_samples, self._run.duplicated_samples = self._ledger.balance()

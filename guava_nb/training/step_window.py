@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,17 +53,44 @@ class StepWindow:
 
     # -------------------------------------------------------------------------------------------------------- send ahead
 
-    def load_epoch(self) -> BatchFeeder:
-        """Begin to load the data's next epoch; the caller closes what is returned."""
-        every = self._plan.batches_per_exchange
+    def load_epoch(self, done: int) -> BatchFeeder:
+        """Begin to load the data's next epoch, or the rest of one; the caller closes what is returned.
+
+        Args:
+            done: optimizer steps before it.
+        """
+        every, pauses = self._plan.batches_per_exchange, self._pauses(done)
         self._feeder = BatchFeeder(
             self._plan.feed.epoch(),
             every,
             max(1, _LOADED_BATCHES // every),
             lambda: self._job.post(Wake()),
             self._plan.prefetch_bytes // 4,
+            pauses,
         )
         return self._feeder
+
+    def _pauses(self, done: int) -> Callable[[int], bool]:
+        """Before which groups loading waits for a validation, which draws from the streams that a data set draws from too."""
+        plan = self._plan
+        interval, each, every = plan.val_interval, plan.feed.batches_per_epoch, plan.sync_every
+        if plan.val_feed is None or not interval or not plan.feed.loads_here:
+            return lambda group: False
+        left = math.inf if each is None else each - plan.feed.next_batch
+
+        def pauses(group: int) -> bool:
+            steps = done + group * every
+            return group * plan.batches_per_exchange < left and steps // interval > (steps - every) // interval
+
+        return lambda group: group > 0 and pauses(group)
+
+    def wait_for_batches(self, feeder: BatchFeeder, at_pause: Callable[[], None]) -> None:
+        """Wait until batches for the next step are there, or the epoch's end; `at_pause` is called where loading has paused."""
+        self._job.pump(feeder.is_at_rest)
+        while not feeder.available():
+            at_pause()
+            feeder.go_on()
+            self._job.pump(feeder.is_at_rest)
 
     def feeding(self) -> Feeding:
         """Return what is loaded and what is on its way; from any thread."""
@@ -99,9 +127,11 @@ class StepWindow:
 
         What has to be cut and cannot be is refused by the exchange, before anything is sent.
         """
+        for note in self._plan.feed.take_notes():
+            self._membership.cluster.notice(note)
         if not self._has_read:
             self._has_read = True
-            self._job.pump(feeder.available)
+            self._job.pump(feeder.is_at_rest)
             if not self._plan.feed.reading.is_plain and not self._plan.split_fn and not self._plan.feed.gives_ids:
                 self._membership.cluster.notice(f"batches are read so: {self._plan.reading_text}")
 

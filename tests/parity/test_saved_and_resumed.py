@@ -1,21 +1,24 @@
-"""100 steps are 50, a checkpoint, and 50 more, bit for bit: dropout, loader processes, precisions."""
+"""100 steps are 50, a checkpoint, and 50 more, bit for bit: dropout, loader processes, precisions, augmentation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from guava_nb.cluster.cluster import Cluster
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.protocol.messages import Factory
 from guava_nb.training import checkpoint
 from guava_nb.training.initial_state import from_checkpoint
 from guava_nb.training.job import TrainingJob
 from tests.support.direct import DirectWorker, make_cluster
-from tests.support.training import dataset, job_for, plan_for, spec
+from tests.support.training import dataset, job_for, plain, plan_for, spec
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +59,60 @@ def test_a_resumed_run_is_the_undisturbed_one(
     ends = [checkpoint.read(tmp_path / f"{name}-step-100.pt") for name in ("whole", "rest")]
     assert all(torch.equal(value, ends[1]["model"][name]) for name, value in ends[0]["model"].items())
     assert [one["loss"] for one in rest.run.history] == [one["loss"] for one in whole.run.history[50:]]
+
+
+class Augmented(Dataset[Any]):
+    """Draws from a stream that it shares with the data set to validate on."""
+
+    def __init__(self, stream: np.random.Generator, rows: int) -> None:
+        self.rows, self.stream = dataset(rows), stream
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.rows[index]
+        return x + self.stream.random(), y
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["by steps", "by epochs"])
+def test_what_a_validation_draws_comes_in_its_turn_and_is_in_a_checkpoint(
+    cluster: Cluster, tmp_path: Path, ends: bool
+) -> None:
+    def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
+        stream = np.random.default_rng(1)
+        return tuple(DataLoader(Augmented(stream, rows), batch_size=4) for rows in (40, 7))  # type: ignore[return-value]
+
+    interval, run_spec = (None if ends else 4), spec()
+
+    def in_turn() -> Iterator[Any]:
+        train, val = loaders()
+        for epoch in range(2):
+            for number, batch in enumerate(train, 1 + 10 * epoch):
+                yield batch
+                if (number % 10 if ends else number % 4) == 0:
+                    list(val)
+
+    def run(run_id: str, saved: Path | None = None) -> TrainingJob:
+        train, val = loaders()
+        job = job_for(
+            cluster,
+            run_spec,
+            plan_for(train, 2, val_interval=interval, save_every_steps=5, save_folder=tmp_path),
+            run_id,
+        )
+        job.plan.val_feed = LoaderFeed(val)
+        if saved is not None:
+            from_checkpoint(job.replica_set, job.plan, saved, checkpoint.read(saved))
+        job = TrainingJob(job.replica_set, job.plan, cluster, job.run.model)
+        job.start()
+        assert job.run.wait(60) and job.run.state == "done", job.run.error
+        return job
+
+    wanted = plain(run_spec, list(in_turn()), 1)[1]
+    whole = run("drawing")
+    assert [one["loss"] for one in whole.run.history] == pytest.approx(wanted, abs=1e-9)
+    for step in (5, 10, 15):
+        rest = run(f"rest-{step}", tmp_path / f"drawing-step-{step}.pt")
+        assert [one["loss"] for one in rest.run.history] == [one["loss"] for one in whole.run.history[step:]]
+        assert rest.run.validations == whole.run.validations[-len(rest.run.validations) :]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 __all__ = [
+    "ACCUMULATED",
     "COUPLED",
     "NOISY",
     "POSITIONS",
@@ -30,6 +31,7 @@ COUPLED = "cut, the gradient differs by"  # a loss that looks at all samples of 
 STATISTICS = "Batch norms see their own piece"  # layers that normalise over the batch
 NOISY = "whose draws depend on the shares"  # dropout, noise drawn in forward
 POSITIONS = "split_fn"  # parts that refer to positions in the batch
+ACCUMULATED = "is as one batch of all of them"  # a mean of unlike batches in one step
 #: Refusals of programs that take a layer's parameters from outside, where each worker holds a part of them.
 READ = {"tensor": "is read outside its layer", "zero 3": "is read outside its layer"}
 
@@ -179,9 +181,14 @@ def _loss_of(program: Program) -> Callable[[nn.Module, Any], tuple[torch.Tensor,
             outcome = criterion(outputs, targets)
         if isinstance(outcome, tuple):
             return outcome[0], float(outcome[1])
-        return outcome, 1.0
+        rows = _rows(batch) if program.options.get("accumulation_steps", 1) > 1 else 1  # several are as one batch
+        return outcome * rows, float(rows)
 
     return measured
+
+
+def _rows(batch: Any) -> int:
+    return len(batch) if isinstance(batch, torch.Tensor) else _rows(batch[-1])
 
 
 def _tensors(words: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tests.parity.programs import (
     habits,
     kept,
     language,
+    meetings,
     outside,
     recipes,
     signals,
@@ -61,6 +62,7 @@ PROGRAMS: dict[str, Program] = {
         derivatives,
         habits,
         outside,
+        meetings,
     )
     for program in module.PROGRAMS
 }

@@ -83,12 +83,21 @@ class _Feeder:
     """Loads a batch when it is asked for one."""
 
     def __init__(
-        self, batches: Iterator[LoadedBatch], group: int, depth: int, wake: Callable[[], None], budget_bytes: int
+        self,
+        batches: Iterator[LoadedBatch],
+        group: int,
+        depth: int,
+        wake: Callable[[], None],
+        budget_bytes: int,
+        pauses: object = None,
     ) -> None:
         self._batches = batches
         self._next = next(batches, None)
 
     def available(self) -> bool:
+        return True
+
+    def is_at_rest(self) -> bool:
         return True
 
     def next_bytes(self) -> int | None:
@@ -119,15 +128,18 @@ class _NoRandomness:
     """The loader is a list: it draws nothing."""
 
     @classmethod
-    def take(cls, generators: object) -> _NoRandomness:
+    def take(cls, streams: object) -> _NoRandomness:
         return cls()
 
     @classmethod
     def from_plain(cls, plain: object) -> _NoRandomness:
         return cls()
 
-    def put(self, generators: object) -> None:
+    def put(self, streams: object) -> None:
         """Nothing to restore."""
+
+    def is_same(self, other: object) -> bool:
+        return True
 
     def to_plain(self) -> dict[str, object]:
         return {"drawn": 0}

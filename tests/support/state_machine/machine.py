@@ -408,8 +408,8 @@ def _over_the_wire(drawn: Drawn) -> Message | None:
 class _PassFeeder(orchestrator._Feeder):
     """Loads the batches of a pass."""
 
-    def __init__(self, batches: Any, group: int, depth: int, wake: Any, budget_bytes: int = 0) -> None:
-        super().__init__(batches, group, depth, wake, budget_bytes)
+    def __init__(self, batches: Any, group: int, depth: int, wake: Any, budget_bytes: int = 0, *pauses: Any) -> None:
+        super().__init__(batches, group, depth, wake, budget_bytes, *pauses)
 
 
 @contextlib.contextmanager

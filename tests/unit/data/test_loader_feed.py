@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import types
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -137,6 +138,37 @@ def state_now() -> str:
     return str(RandomState.take({}).to_plain()["torch"].sum()) + str(random.getstate()) + str(np.random.get_state())
 
 
+class Drawing(Numbers):
+    """Draws from streams of its own, of each kind."""
+
+    def __init__(self) -> None:
+        self.streams = [np.random.default_rng(1), np.random.RandomState(2), random.Random(3), random.SystemRandom()]
+        self.torchs, self.kind = torch.Generator().manual_seed(4), np.random.Generator(np.random.MT19937(5))
+
+    def __getitem__(self, index: int) -> Any:
+        one, two, three, _ = self.streams
+        return (
+            index,
+            one.random(),
+            two.rand(),
+            three.random(),
+            torch.rand((), generator=self.torchs).item(),
+            self.kind.random(),
+        )
+
+
+class Counting(Numbers):
+    def __init__(self) -> None:
+        self.calls, self.cache, self.file, self.seen = 0, {}, None, deque([0], 2)
+
+    def __getitem__(self, index: int) -> Any:
+        self.calls += 1
+        self.file = self.file or object()
+        self.cache[index] = index
+        self.seen.append(index)
+        return index
+
+
 def generator(seed: int = 5) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -149,6 +181,7 @@ LOADERS = {
     ),
     "last one dropped": lambda **more: DataLoader(Numbers(), batch_size=8, drop_last=True, shuffle=True, **more),
     "augmented": lambda **more: DataLoader(Noisy(), batch_size=4, shuffle=True, **more),
+    "augmented from its own streams": lambda **more: DataLoader(Drawing(), batch_size=4, shuffle=True, **more),
     "own batch sampler": lambda **more: DataLoader(
         Numbers(), batch_sampler=BatchSampler(RandomSampler(Numbers(), generator=generator()), 5, False), **more
     ),
@@ -465,6 +498,75 @@ def test_the_end_of_an_epoch_and_the_moment_before_the_first_are_positions_too()
         again.restore(position)
         walk(again, 2, more)
         assert more == whole
+
+
+def test_what_was_drawn_after_an_epoch_goes_before_the_next() -> None:
+    for name in ("shuffled", "stream"):
+        whole, steps = list[Any](), list[Any]()
+        for taken in (False, True):
+            seed_everything(2)
+            feed = LoaderFeed(LOADERS[name]())
+            walk(feed, 1, steps if taken else whole)
+            torch.rand(3)  # a validation
+            if taken:
+                position = through_a_file(feed.position(at_end=True))
+                seed_everything(77)
+                feed = LoaderFeed(LOADERS[name]())
+                feed.restore(position)
+                assert list(feed.epoch()) == []
+            walk(feed, 1, steps if taken else whole)
+        assert steps == whole
+
+
+@pytest.mark.parametrize("processes", PROCESSES, ids=PROCESS_IDS)
+def test_random_numbers_that_begin_anew_are_told(processes: dict[str, Any]) -> None:
+    def told(name: str, *, at_the_end: bool = False) -> list[str]:
+        feed = LoaderFeed(LOADERS[name](**processes))
+        loading = feed.epoch()
+        next(loading)
+        position = feed.position(batches=1)
+        list(loading)
+        position = feed.position() if at_the_end else {**position, "now": None}
+        feed.close()
+        again = LoaderFeed(LOADERS[name](**processes))
+        again.restore(position)
+        list(again.epoch()) + list(again.epoch())
+        again.close()
+        return again.take_notes()
+
+    assert told("shuffled") == told("own batch sampler") == []
+    for name in ("augmented", "augmented from its own streams"):
+        (note,) = told(name)
+        assert note.startswith("epoch 1 went on after batch 1, and its loader draws random numbers")
+    persists = "persistent_workers" in processes
+    assert len(told("augmented", at_the_end=True)) == persists
+
+
+def test_what_the_loader_counts_is_told_where_it_goes_on() -> None:
+    feed = LoaderFeed(DataLoader(Counting(), batch_size=4))
+    list(feed.epoch())
+    position = through_a_file(feed.position())
+    again = LoaderFeed(DataLoader(Counting(), batch_size=4))
+    again.restore(position)
+    (note,) = again.take_notes()
+    assert note.startswith("loading changes dataset.calls, dataset.seen, and a place in the data does not hold that")
+    feed.restore(feed.position(batches=3))
+    assert len(feed.take_notes()) == 1
+
+
+def test_a_run_that_ends_early_leaves_streams_where_a_plain_loop_does() -> None:
+    seed_everything(4)
+    for number, _ in enumerate(LOADERS["augmented"]()):
+        if number == 1:
+            break
+    plain = state_now()
+    seed_everything(4)
+    feed = LoaderFeed(LOADERS["augmented"]())
+    ahead = feed.epoch()
+    for _ in range(4):
+        next(ahead)
+    feed.leave(0, 2)
+    assert state_now() == plain
 
 
 def test_skipped_batches_are_not_loaded() -> None:

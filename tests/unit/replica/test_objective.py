@@ -116,7 +116,11 @@ def test_a_mean_with_a_count_and_a_loss_with_another_are_refused() -> None:
             lambda o, y: (ce(o, y), len(y)),
             lambda o, y: (ce(o, y) + o.pow(2).mean(), torch.tensor(6)),
             lambda o, y: (functional.mse_loss(o, o.detach() + 1), 6.0),
+            lambda o, y: (o.pow(2).sum(1).mean(), len(y)),
+            lambda o, y: (-ce(o, y), len(y)),
         ),
+        "mean already, times 0.5": (lambda o, y: (ce(o, y) * 0.5, len(y)), lambda o, y: (ce(o, y) / 2, len(y))),
+        "divided by the second one": (lambda o, y: (ce(o, y, reduction="sum") / (y > 0).sum(), (y > 0).sum()),),
         "has a gradient": (lambda o, y: (ce(o, y) + o.pow(2).mean(), ce(o, y)),),
     }
     for says, functions in cases.items():
@@ -128,6 +132,8 @@ def test_a_mean_with_a_count_and_a_loss_with_another_are_refused() -> None:
         lambda o, y: (ce(o, y) * len(y) + 0.1 * o.mean(), len(y)),
         lambda o, y: (o.exp().mean(1).sum(), (y != 0).sum()),
         lambda o, y: (o.exp().sum(0).mean(), len(y)),
+        lambda o, y: (0.1 * (ce(o, y) * len(y)), len(y)),
+        lambda o, y: (o.pow(2).mean() * torch.tensor(30.0) / 2, 30),
     ):
         assert objective("f", f=right)(identity(), (outputs, targets), 6).weight == 1.0
 

@@ -42,6 +42,29 @@ def test_groups_with_a_smaller_tail_then_the_end() -> None:
     feeder.close()
 
 
+def test_loading_pauses_before_a_group_until_it_is_told_to_go_on() -> None:
+    changed, log = threading.Semaphore(0), list[int]()
+    feeder = BatchFeeder(batches(5, log), 2, 8, changed.release, pauses=lambda group: group == 1)
+    while not feeder.has_paused():
+        assert changed.acquire(timeout=10)
+    assert feeder.available() and log == [0, 1]
+    feeder.take()
+    assert not feeder.available()
+    feeder.go_on()
+    while feeder.held()[0] < 2:
+        assert changed.acquire(timeout=10)
+    assert not feeder.has_paused() and log == list(range(5))
+    feeder.close()
+
+
+def test_a_feeder_that_has_paused_can_be_closed() -> None:
+    changed = threading.Semaphore(0)
+    feeder = BatchFeeder(batches(5), 1, 8, changed.release, pauses=lambda group: True)
+    assert changed.acquire(timeout=10) and feeder.has_paused()
+    feeder.close()
+    assert not feeder._thread.is_alive()
+
+
 def test_never_runs_further_ahead_than_its_depth() -> None:
     woken = threading.Semaphore(0)
     log: list[int] = []

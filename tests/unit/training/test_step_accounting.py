@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.errors import TrainingError
 from guava_nb.protocol.messages import Factory, ParallelSpec, StepApplied
-from guava_nb.training.step_accounting import StepAccounting
+from guava_nb.training.plan import Position
+from guava_nb.training.step_accounting import SampleLedger, StepAccounting
 
 
 def accounting(parallel: ParallelSpec | None, notices: list[str]) -> tuple[StepAccounting, set[int]]:
@@ -67,3 +69,20 @@ def test_a_count_that_may_be_an_accuracy_is_told_once(count: float, shards: int,
     made._told_count, made._replica_set.spec.criterion = False, Factory("CrossEntropyLoss")  # type: ignore[misc]
     made._tell_odd_count(flight, 3.0, 1.25)  # with weights of classes that is right
     assert len(notices) == is_told
+
+
+def test_batches_of_a_step_that_count_unlike_are_told_once() -> None:
+    notices: list[str] = []
+    made, _ = accounting(None, notices)
+    made._told_accumulated, made._ledger = False, SampleLedger()
+    made.position = Position()
+    made._plan = SimpleNamespace(accumulation_steps=2, note_place=None, feed=None)  # type: ignore[assignment]
+    alike, short = ([LoadedBatch(k, None, (), rows) for k, rows in enumerate(sizes)] for sizes in ((4, 4), (4, 2)))
+    made.draw(0, alike, 0)
+    assert not notices
+    for group in (short, alike[:1]):
+        made.draw(0, group, 1)
+    (text,) = notices
+    assert text.startswith(
+        "accumulation_steps=2: a step has batches of 4 and 2 samples and is as one batch of all of them"
+    )
