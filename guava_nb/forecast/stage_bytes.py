@@ -15,6 +15,7 @@ from guava_nb.data.split import RowSplitter
 from guava_nb.errors import ConfigError
 from guava_nb.forecast.relay_bytes import Operation, Relayed
 from guava_nb.forecast.run_facts import RunFacts
+from guava_nb.parallel.pipeline.boundary_wire import showing_dependence
 from guava_nb.parallel.pipeline.forward_only import is_trainable
 from guava_nb.parallel.pipeline.stage_messages import slots_of, take_apart
 from guava_nb.parallel.tensor.tensor_plan import Plan, split_modules
@@ -23,6 +24,7 @@ from guava_nb.replica.model.build import autocast_dtype
 from guava_nb.replica.objective import build_objective
 from guava_nb.replica.outputs import inputs_of
 from guava_nb.replica.preprocess import Preprocessing
+from guava_nb.wire_formats.registry import WIRE_FORMATS
 
 __all__ = ["Passed", "passed_between", "passed_sums"]
 
@@ -58,7 +60,6 @@ def _precision(spec: RunSpec) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
 def passed_between(run: RunFacts, stages: Sequence[nn.Module]) -> tuple[list[Operation], list[Operation]]:
     """Run the stages of a pipeline, which are copies, one after the other and look at what passes.
 
@@ -69,13 +70,13 @@ def passed_between(run: RunFacts, stages: Sequence[nn.Module]) -> tuple[list[Ope
     values: Any = (inputs_of(batch),)
     passing: list[Operation] = []
     tensors: list[Operation] = []
-    trained = False
-    with _precision(run.spec):
+    trained, wire = False, WIRE_FORMATS[run.spec.wire]
+    with _precision(run.spec), showing_dependence(nn.ModuleList(stages), wire):
         for stage in stages[:-1]:
             values = stage.eval()(*values)
             trained = trained or is_trainable(stage)
             boundary, told = take_apart(values, gradient=trained)
-            sizes = [(slot.length * slot.torch_dtype.itemsize, slot.gradient) for slot in slots_of([boundary])]
+            sizes = [(slot.length * slot.torch_dtype.itemsize, slot.gradient) for slot in slots_of([boundary], wire)]
             passing.append((Relayed.sent, sum(size for size, _ in sizes) / rows))
             if back := sum(size for size, has_gradient in sizes if has_gradient):
                 passing.append((Relayed.sent, back / rows))
