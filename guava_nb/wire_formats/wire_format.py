@@ -43,8 +43,8 @@ class WireFormat(ABC):
     def encode_tensor(self, flat: Tensor) -> Tensor:
         """Return the message of a flat tensor, `[numel]`, of float32 or float64, or of a half type, which counts as float32.
 
-        It is `[bytes]` of uint8 on the tensor's device. Values that are too large for the format become its largest one; NaN and Inf stay visible: `decode` gives at least
-        one value that is not finite.
+        It is `[bytes]` of uint8 on the tensor's device. Values that are too large for the format become its largest one; NaN and
+        Inf stay visible: `decode` gives at least one value that is not finite.
 
         Raises:
             LocalProtocolError: it is not flat, or of another type.

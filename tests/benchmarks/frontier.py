@@ -33,7 +33,7 @@ from guava_nb.wire_formats.wire_format import WireFormat
 from tests.benchmarks.frontier_models import EVALUATED, TASKS, Task
 
 PEAK_RATE, WARM_STEPS, WEIGHT_DECAY, BETAS = 2e-3, 100, 0.1, (0.9, 0.95)
-#: The first steps of a task, which compile it; those after them, which tell how many fit into a time; and how much of it they may.
+#: The first steps of a task, which compile it; those after them, which tell how many fit into a time; how much of it is used.
 _FIRST, _TIMED, _MARGIN = 6, 60, 0.9
 _CHUNK = 4096
 

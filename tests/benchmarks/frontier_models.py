@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,8 @@ from torch.nn import functional
 from guava_nb.datasets.digits import load_digits
 
 __all__ = ["TASKS", "ByteGPT", "Digits", "Task"]
+
+Between = Callable[[int, Tensor], Tensor]
 
 EVALUATED = 64  # batches of a validation
 EVALUATED_ROWS = 32
@@ -95,7 +97,8 @@ class ByteGPT(Task):
                 parts.append(torch.randn(math.prod(shape), generator=generator) * scale)
         return torch.cat(parts)
 
-    def losses(self, flat: Tensor, rows: Tensor) -> Tensor:
+    def losses(self, flat: Tensor, rows: Tensor, between: Between | None = None) -> Tensor:
+        """As of `Task`; `between` takes the number of a layer and what goes into it, `[N, B * T, width]`, and returns that."""
         (number, batch), width, context, named = rows.shape[:2], self.width, self.context, self.named(flat)
         x, y = rows[..., :-1], rows[..., 1:]
         offsets = torch.arange(number, device=flat.device).view(-1, 1, 1) * 256
@@ -107,6 +110,7 @@ class ByteGPT(Task):
             return torch.addcmul(bias.unsqueeze(1), functional.layer_norm(h, (width,)), weight.unsqueeze(1))
 
         for layer in range(self.layers):
+            h = h if between is None else between(layer, h)
             qkv = normed(h, f"{layer}.norm1") @ named[f"{layer}.qkv"]
             q, k, v = (
                 part.reshape(number * batch, context, self.heads, -1).transpose(1, 2) for part in qkv.chunk(3, -1)
@@ -137,6 +141,12 @@ class ByteGPT(Task):
         return self._cut(
             self._held_out, torch.randint(last, (EVALUATED_ROWS,), generator=generator).to(self._held_out.device)
         )
+
+    def pieces(self, most: int) -> Tensor:
+        """Return the first `most` pieces to learn from, one after the other, `[rows, T + 1]`."""
+        last = self._learned.numel() - self.context - 1
+        begins = torch.arange(min(most, last // (self.context + 1)), device=self._learned.device)
+        return self._cut(self._learned, begins * (self.context + 1))
 
     def _cut(self, text: Tensor, begins: Tensor) -> Tensor:
         """Return pieces of T + 1 bytes that begin there, `[*begins.shape, T + 1]`."""

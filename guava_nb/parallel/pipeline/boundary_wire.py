@@ -32,12 +32,12 @@ def words_of(wire: WireFormat, numel: int) -> int:
 
 
 def to_words(flat: Tensor, wire: WireFormat, length: int) -> Tensor:
-    """Return the message of a flat tensor, `[numel]`, as bits of float32, `[length]`; its gradient comes back in such a message."""
+    """Return the message of a flat tensor, `[numel]`, as float32, `[length]`; its gradient comes back in the same form."""
     return _applied(_Sent, flat, wire, length)
 
 
 def from_words(words: Tensor, wire: WireFormat, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return the values of a message of `to_words`, `[numel]`; their gradient goes back in such a message.
+    """Return the values of a message of `to_words`, `[numel]`; their gradient goes back in the same form.
 
     Raises:
         RemoteProtocolError: the words hold what no rank writes.
