@@ -266,7 +266,8 @@ class _Program:
                 "The run drew its order from a generator in the middle of its stream: this program shuffles otherwise."
             )
         if self.spec.wire != "fp32":
-            found.append(f"The run sent gradients as {self.spec.wire}; here they are exchanged in full.")
+            what = "what passed between stages" if self.shape.pp > 1 else "gradients"
+            found.append(f"The run sent {what} as {self.spec.wire}; here it all travels in full.")
         if self.is_random and (self.shape.tp > 1 or self.shape.pp > 1):
             found.append("Random numbers (dropout) on split layers and stages are others than in the run.")
         if facts.left_out:

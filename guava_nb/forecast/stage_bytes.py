@@ -60,15 +60,18 @@ def _precision(spec: RunSpec) -> Iterator[None]:
         yield
 
 
-def passed_between(run: RunFacts, stages: Sequence[nn.Module]) -> tuple[list[Operation], list[Operation]]:
+def passed_between(
+    run: RunFacts, stages: Sequence[nn.Module]
+) -> tuple[list[tuple[list[float], list[float]]], list[Operation]]:
     """Run the stages of a pipeline, which are copies, one after the other and look at what passes.
 
     Returns:
-        For one row what is sent forward and back where both sides know the shapes, and each tensor that is sent forward.
+        For one row the bytes of each tensor that is sent forward and of each that comes back, after each stage but the last, as
+        stages that know the shapes send them; and each tensor that is sent forward in a validation.
     """
     batch, rows = _few_rows(run)
     values: Any = (inputs_of(batch),)
-    passing: list[Operation] = []
+    passing: list[tuple[list[float], list[float]]] = []
     tensors: list[Operation] = []
     trained, wire = False, WIRE_FORMATS[run.spec.wire]
     with _precision(run.spec), showing_dependence(nn.ModuleList(stages), wire):
@@ -77,9 +80,7 @@ def passed_between(run: RunFacts, stages: Sequence[nn.Module]) -> tuple[list[Ope
             trained = trained or is_trainable(stage)
             boundary, told = take_apart(values, gradient=trained)
             sizes = [(slot.length * slot.torch_dtype.itemsize, slot.gradient) for slot in slots_of([boundary], wire)]
-            passing.append((Relayed.sent, sum(size for size, _ in sizes) / rows))
-            if back := sum(size for size, has_gradient in sizes if has_gradient):
-                passing.append((Relayed.sent, back / rows))
+            passing.append(([size / rows for size, _ in sizes], [size / rows for size, has_back in sizes if has_back]))
             tensors += [(Relayed.sent, tensor.numel() * tensor.element_size() / rows) for tensor in told]
     return passing, tensors
 

@@ -16,6 +16,7 @@ from guava_nb.data.worker_data import WorkerData
 from guava_nb.errors import ConfigError
 from guava_nb.evaluation.metric_specs import merges_for, metric_specs
 from guava_nb.evaluation.validation import Validation
+from guava_nb.forecast.pipeline_choice import PipelineChoice
 from guava_nb.forecast.planned_run import Composed
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.protocol.messages import Factory, RunSpec
@@ -37,6 +38,7 @@ class RunBuilder:
         registry: knows the shared cells.
         tensor_plan: of the mode that was chosen.
         cluster: the workers that are here.
+        chosen: schedule of pipelines and their micro-batches where the settings leave them to be chosen.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class RunBuilder:
         registry: ModelRegistry,
         tensor_plan: Mapping[str, str],
         cluster: Cluster | None = None,
+        chosen: PipelineChoice | None = None,
     ) -> None:
         """Nothing is built before it is asked for."""
+        self._chosen = chosen
         self._config, self._registry, self._tensor_plan = config, registry, tensor_plan
         self._cluster = cluster
 
@@ -78,6 +82,8 @@ class RunBuilder:
         at_hub = own or options.sync == "local" or options.wire != "fp32"  # rounds meet at the hub, and only it encodes
         reach = (lambda: False) if at_hub else reach
         parallel = parallel_spec(self._config, workers, self._tensor_plan, reach, gather)
+        if self._chosen is not None and parallel is not None:
+            parallel = replace(parallel, schedule=self._chosen.schedule, micro_batches=self._chosen.micro_batches)
         spec = self._with_frozen(build_spec(self._config, shared, model, self._concrete(options), parallel, metrics))
         if options.cache_static:
             refuse_static(spec)

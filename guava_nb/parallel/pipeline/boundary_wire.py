@@ -77,7 +77,9 @@ class _Received(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, wire: WireFormat, numel: int, dtype: torch.dtype) -> Tensor:
         ctx.form = (wire, words.numel())
-        return _decoded(words, wire, numel, dtype)
+        return _decoded(
+            words, wire, numel, dtype
+        ).clone()  # no view, which an in-place operation of the stage would refuse
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
