@@ -133,7 +133,7 @@ def _unknown(stages: Sequence[StagePace], lines: Sequence[StageLine]) -> str:
         return f"how fast {' and '.join(lacking)} compute{'s' if len(lacking) == 1 else ''}"
     for line, one, other in zip(lines, stages[:-1], stages[1:], strict=True):
         if not (line.forward_bytes_s and line.backward_bytes_s):
-            return f"how fast the line from {one.name} to {other.name} is"
+            return f"the rate of the line from {one.name} to {other.name}"
     return ""
 
 
