@@ -16,7 +16,9 @@ from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.pipeline_choice import PipelineChoice, StageLine, StagePace, choose_pipeline
 from guava_nb.forecast.planned_run import PlannedRun, unchanged_randomness
 from guava_nb.forecast.stage_bytes import passed_between
+from guava_nb.forecast.sync_choice import SyncChoice
 from guava_nb.orchestrator.launch import measured_lines
+from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.sync_advice import SyncAdvice, made_of
 from guava_nb.parallel.pipeline.stages import split_model
 from guava_nb.protocol.messages import Factory
@@ -29,17 +31,17 @@ class PipelineAdvice:
     """Remembers what was chosen for which run.
 
     Args:
-        sync_advice: knows how fast workers are, and has steps played.
-        notices: of the session.
-        planned: as `planned_run`, of this session.
+        replica_sets, notices, planned: as for `SyncAdvice`.
 
     Attributes:
+        sync: chooses how often to exchange; knows how fast workers are, and has steps played.
         chosen: for the run that was asked for last; None where nothing was to be chosen.
     """
 
-    def __init__(self, sync_advice: SyncAdvice, notices: Notices, planned: Callable[..., PlannedRun]) -> None:
+    def __init__(self, replica_sets: ReplicaSets, notices: Notices, planned: Callable[..., PlannedRun]) -> None:
         """Nothing is chosen yet."""
-        self._sync_advice, self._notices, self._planned = sync_advice, notices, planned
+        self.sync = SyncAdvice(replica_sets, notices, planned)
+        self._notices, self._planned = notices, planned
         self._last: tuple[object, PipelineChoice | None] = (None, None)
         self.chosen: PipelineChoice | None = None
 
@@ -50,9 +52,21 @@ class PipelineAdvice:
         loaders: tuple[Any, Any],
         cluster: Cluster | None,
         config: DistributedConfig,
-    ) -> None:
-        """Choose for a run where its schedule is "auto"; arguments as for `SyncAdvice.resolve`, and as long."""
+    ) -> tuple[TrainingOptions, SyncChoice | None]:
+        """As `SyncAdvice.resolve`; where the schedule of a pipeline is "auto", choose that, too, which takes as long."""
         self.chosen = None
+        options, choice = self.sync.resolve(options, model, loaders, cluster, config)
+        self._choose_schedule(options, model, loaders, cluster, config)
+        return options, choice
+
+    def _choose_schedule(
+        self,
+        options: TrainingOptions,
+        model: Factory,
+        loaders: tuple[Any, Any],
+        cluster: Cluster | None,
+        config: DistributedConfig,
+    ) -> None:
         if config.pipeline_schedule != "auto" or not config.pipeline_parallel:
             return
         with unchanged_randomness():
@@ -83,7 +97,7 @@ class PipelineAdvice:
             text = f"schedule auto: 1f1b with {config.micro_batches} micro-batches, because it is not known what passes: {error}"
             return PipelineChoice("1f1b", config.micro_batches, text)
         measured_lines(cluster)
-        seconds = self._sync_advice.seconds_alone(planned, cluster)
+        seconds = self.sync.seconds_alone(planned, cluster)
         ranks = cluster.roster.ready()[: shape.pp * shape.tp : shape.tp]
         # Stages are cut so that they cost about the same; a worker's seconds are those of the whole model.
         stages = [StagePace(cluster.name(rank), seconds.get(rank, 0.0) * rows / shape.pp) for rank in ranks]
@@ -93,8 +107,9 @@ class PipelineAdvice:
         ]
         return choose_pipeline(stages, lines, rows, config.micro_batches)
 
-    def tell(self) -> None:
-        """Tell what was chosen for a run that is about to begin."""
+    def tell(self, choice: SyncChoice | None, *run: Any) -> None:
+        """Tell what was chosen for a run that is about to begin; arguments as for `SyncAdvice.tell`."""
+        self.sync.tell(choice, *run)
         if self.chosen is not None:
             self._notices.add(self.chosen.sentence, "run")
 

@@ -19,7 +19,7 @@ from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.pipeline_choice import PipelineChoice
 from guava_nb.forecast.planned_run import Composed
 from guava_nb.orchestrator.model_registry import ModelRegistry
-from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.protocol.messages import Factory, ParallelSpec, RunSpec
 from guava_nb.spec.cells import resolve
 from guava_nb.spec.changed_code import CodeHere
 from guava_nb.spec.own_facts import ROLES, is_same_code, roots_of
@@ -81,9 +81,7 @@ class RunBuilder:
         gather = uses_gather(self._registry.cells, (model.name, options.criterion, options.step))
         at_hub = own or options.sync == "local" or options.wire != "fp32"  # rounds meet at the hub, and only it encodes
         reach = (lambda: False) if at_hub else reach
-        parallel = parallel_spec(self._config, workers, self._tensor_plan, reach, gather)
-        if self._chosen is not None and parallel is not None:
-            parallel = replace(parallel, schedule=self._chosen.schedule, micro_batches=self._chosen.micro_batches)
+        parallel = self._parallel(workers, reach, gather)
         spec = self._with_frozen(build_spec(self._config, shared, model, self._concrete(options), parallel, metrics))
         if options.cache_static:
             refuse_static(spec)
@@ -122,10 +120,18 @@ class RunBuilder:
             optimizer="SGD",
             optimizer_args={"lr": 0.0},
         )
-        parallel = parallel_spec(self._config, workers, self._tensor_plan)
+        parallel = self._parallel(workers)
         shared = self._registry.shared()
         options = self._concrete(options.settled(self._config))
         return self._with_frozen(build_spec(self._config, shared, model, options, parallel))
+
+    def _parallel(
+        self, workers: int, reach: Callable[[], bool] = lambda: False, gather: bool = False
+    ) -> ParallelSpec | None:
+        made = parallel_spec(self._config, workers, self._tensor_plan, reach, gather)
+        if made is None or self._chosen is None:
+            return made
+        return replace(made, schedule=self._chosen.schedule, micro_batches=self._chosen.micro_batches)
 
     def _concrete(self, options: TrainingOptions) -> TrainingOptions:
         """Choose the precision where the workers' cards shall decide."""

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.boundary [--task gpt-0.4M] [--steps 5000] [--rows 3000] [--seeds 3] [--cases NAMES]
 
-A byte-level GPT in as many stages as it has layers, on so many rows of the sources of Python's standard library. All runs are rows
-of stacked tensors, and see the same batches seed by seed; formats are the product's. A case is a wire format, alone (as the
+A byte-level GPT in as many stages as it has layers, on so many rows of the sources of Python's standard library. All runs are
+rows of stacked tensors, and see the same batches seed by seed; formats are the product's. A case is a wire format, alone (as the
 product sends) or with one kind of error feedback:
 
     +slot       what a place in the batch left out is added to what stands there in the next step, forward and backward
