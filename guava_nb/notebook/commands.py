@@ -248,7 +248,7 @@ MODE = Command(
         _one(
             "--schedule",
             SCHEDULES,
-            "pipeline: order of forwards and backwards (1f1b); auto measures, and chooses it and the micro-batches",
+            "pipeline: order of forwards and backwards (1f1b); auto measures lines",
         ),
         _count("--stages-per-worker", "pipeline: more than 1 with --schedule interleaved"),
         option(

@@ -89,12 +89,12 @@ class OnDevice(WireFormat):
         return self.inner.encoded_bytes(numel, dtype)
 
     def encode(self, flat: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.cat([part.reshape(-1).contiguous().view(torch.uint8) for part in self.inner._encode(flat)])
+        return self.inner.encode_tensor(flat)
 
     def decode(
         self, message: Tensor, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Tensor:
-        return self.inner._decode(message, numel, dtype)
+        return self.inner.decode_tensor(message, numel, dtype)
 
     def _encode(self, values: Tensor) -> Sequence[Tensor]:
         return self.inner._encode(values)

@@ -506,7 +506,7 @@ def test_a_stage_killed_behind_a_rounded_boundary_costs_nothing_and_a_resume_is_
     assert difference(run.model(), whole.model()) == 0
 
     path = tmp_path / "middle.pt"
-    train(session, "pipeline", loader(), epochs=3, max_steps=6, save_path=path, **rounded)
+    train(session, "pipeline", loader(), epochs=3, max_steps=6, **rounded)
     session.orch.save_checkpoint(path)
     rest = train(session, "pipeline", loader(), epochs=3, resume=path, **rounded)
     assert len(rest.history) == 6 and difference(rest.model(), whole.model()) == 0
