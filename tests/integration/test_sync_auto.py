@@ -91,9 +91,9 @@ def test_a_pipelines_schedule_is_chosen_by_its_lines_and_what_stages_compute(ses
     session.orch.register_model("staged")
     session.orch.set_mode("pipeline", path="relay", pipeline_schedule="auto")
     try:
-        made = session.orch.forecast(loader(), None, 1, **options())
+        made = session.orch.forecast(loader(96), None, 1, **options())
         (sentence,) = [note for note in made.notes if note.startswith("schedule auto: ")]
-        run = session.orch.start_training(loader(), num_epochs=1, progress=False, **options())
+        run = session.orch.start_training(loader(96), num_epochs=1, progress=False, **options())
     finally:
         session.orch.set_mode("data")
     assert told(session, "schedule auto: ") == [sentence]  # nothing is measured twice
