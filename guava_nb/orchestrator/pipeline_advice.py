@@ -125,7 +125,8 @@ def _line(cluster: Cluster, pair: tuple[int, int], nbytes: list[float]) -> Stage
     (out, back), (next_out, next_back) = map(cluster.rates, pair)
     sessions = [cluster.session(rank) for rank in pair]
     round_trips_s = [(None if session is None else session.round_trip_s) or 0.0 for session in sessions]
-    return StageLine(*nbytes, _least(back, next_out), _least(next_back, out), sum(round_trips_s) / 2)
+    forward, backward = nbytes
+    return StageLine(forward, backward, _least(back, next_out), _least(next_back, out), sum(round_trips_s) / 2)
 
 
 def _least(one: float | None, other: float | None) -> float | None:
