@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 MODES = ("data", "pipeline", "tensor", "zero", "hybrid")
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "auto")
 #: What a tensor plan may say of a module.
 PLAN_KINDS = ("colwise", "rowwise", "vocab", "replicate", "partial")
 

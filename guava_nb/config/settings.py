@@ -69,7 +69,8 @@ class DistributedConfig:
         tensor_parallel_size (2): workers that share each layer, when tensor_parallel is on; None takes all.
         micro_batches (4): parts a batch is cut into for the pipeline.
         zero_stage (0): sharded over the replicas: 1 optimizer state, 2 gradients too, 3 parameters too.
-        pipeline_schedule ("1f1b"): "gpipe", "1f1b", or "interleaved" with stages_per_worker (1) above 1.
+        pipeline_schedule ("1f1b"): "gpipe", "1f1b", "interleaved" with stages_per_worker (1) above 1, or "auto": lines and steps
+            are measured when a run begins, and the schedule and its micro-batches are chosen by them.
         pipeline_split (""): names of the modules that begin a new stage, with commas; empty balances by itself:
         pipeline_balance ("parameters"): so that stages use as many parameters (shared ones count in each), or as much "time",
         measured on the first worker with some samples of the loader.

@@ -155,7 +155,8 @@ def notes_of(
         "Hooks on a parameter's gradient get that of each process, and in the run that of the whole batch.": any(
             _GRADIENT_HOOK.search(cell.text) for cell in facts.cells
         ),
-        f"The run sent gradients as {spec.wire}; here they are exchanged in full.": spec.wire != "fp32",
+        f"The run sent {'what passed between stages' if shape.pp > 1 else 'gradients'} as {spec.wire}; here it all travels in "
+        "full.": spec.wire != "fp32",
         f"Buffers that training changes (running statistics) became {buffers} of all workers' in the run; here each process has "
         "its own, and those of the first are saved.": keeps_buffers,
         "The optimizer, which the run had at the orchestrator, is on every process here; the numbers are the "

@@ -85,7 +85,8 @@ class _Spread:
         self.tied_bytes = 0  # of the gradients of parameters that stand in several stages
         if self.stage_count > 1:
             split = split_model(copy.deepcopy(self.model), self.stage_count, self.shape.split)
-            self.passing, self.telling = passed_between(run, split.modules)
+            crossing, self.telling = passed_between(run, split.modules)
+            self.passing = [(Relayed.sent, sum(way)) for ways in crossing for way in ways if way]
             held = {name: {at % self.mesh.stages for at in stages} for name, stages in split.holders.items()}
             self.tied_bytes = sum((len(held.get(name, "1")) - 1) * _nbytes(p) for name, p in self.named.items())
 

@@ -15,6 +15,7 @@ from guava_nb.data.split import RowSplitter
 from guava_nb.errors import ConfigError
 from guava_nb.forecast.relay_bytes import Operation, Relayed
 from guava_nb.forecast.run_facts import RunFacts
+from guava_nb.parallel.pipeline.boundary_wire import showing_dependence
 from guava_nb.parallel.pipeline.forward_only import is_trainable
 from guava_nb.parallel.pipeline.stage_messages import slots_of, take_apart
 from guava_nb.parallel.tensor.tensor_plan import Plan, split_modules
@@ -23,6 +24,7 @@ from guava_nb.replica.model.build import autocast_dtype
 from guava_nb.replica.objective import build_objective
 from guava_nb.replica.outputs import inputs_of
 from guava_nb.replica.preprocess import Preprocessing
+from guava_nb.wire_formats.registry import WIRE_FORMATS
 
 __all__ = ["Passed", "passed_between", "passed_sums"]
 
@@ -58,27 +60,27 @@ def _precision(spec: RunSpec) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
-def passed_between(run: RunFacts, stages: Sequence[nn.Module]) -> tuple[list[Operation], list[Operation]]:
+def passed_between(
+    run: RunFacts, stages: Sequence[nn.Module]
+) -> tuple[list[tuple[list[float], list[float]]], list[Operation]]:
     """Run the stages of a pipeline, which are copies, one after the other and look at what passes.
 
     Returns:
-        For one row what is sent forward and back where both sides know the shapes, and each tensor that is sent forward.
+        For one row the bytes of each tensor that is sent forward and of each that comes back, after each stage but the last, as
+        stages that know the shapes send them; and each tensor that is sent forward in a validation.
     """
     batch, rows = _few_rows(run)
     values: Any = (inputs_of(batch),)
-    passing: list[Operation] = []
+    passing: list[tuple[list[float], list[float]]] = []
     tensors: list[Operation] = []
-    trained = False
-    with _precision(run.spec):
+    trained, wire = False, WIRE_FORMATS[run.spec.wire]
+    with _precision(run.spec), showing_dependence(nn.ModuleList(stages), wire):
         for stage in stages[:-1]:
             values = stage.eval()(*values)
             trained = trained or is_trainable(stage)
             boundary, told = take_apart(values, gradient=trained)
-            sizes = [(slot.length * slot.torch_dtype.itemsize, slot.gradient) for slot in slots_of([boundary])]
-            passing.append((Relayed.sent, sum(size for size, _ in sizes) / rows))
-            if back := sum(size for size, has_gradient in sizes if has_gradient):
-                passing.append((Relayed.sent, back / rows))
+            sizes = [(slot.length * slot.torch_dtype.itemsize, slot.gradient) for slot in slots_of([boundary], wire)]
+            passing.append(([size / rows for size, _ in sizes], [size / rows for size, has_back in sizes if has_back]))
             tensors += [(Relayed.sent, tensor.numel() * tensor.element_size() / rows) for tensor in told]
     return passing, tensors
 

@@ -345,7 +345,7 @@ def _sent(work: SyncWork, every: int) -> str:
         return told
     return (
         f"{told}; measured with a small language model, after 10,000 steps the loss was {abs(above)} % "
-        f"{'above' if above > 0 else 'below'} that of an exchange in every step; shorter runs lose more"
+        f"{'above' if above > 0 else 'below'} that of an exchange in every step; shorter runs lose more, and so may other models"
     )
 
 

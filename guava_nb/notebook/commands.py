@@ -245,7 +245,7 @@ MODE = Command(
             "out, hybrid: nothing (0); with stages at most 1",
         ),
         _count("--micro-batches", "pipeline: parts a batch is cut into (4)", 1, "M"),
-        _one("--schedule", SCHEDULES, "pipeline: order of forwards and backwards (1f1b)"),
+        _one("--schedule", SCHEDULES, "pipeline: order of forwards and backwards (1f1b); auto measures"),
         _count("--stages-per-worker", "pipeline: more than 1 with --schedule interleaved"),
         option(
             "--split",

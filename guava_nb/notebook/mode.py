@@ -92,13 +92,15 @@ def _meaning(config: DistributedConfig, mode: str, mesh: Mesh) -> str:
     parts = (
         f"{config.micro_batches} micro-batches that flow" if config.micro_batches > 1 else "1 micro-batch that flows"
     )
+    parts = "micro-batches that flow" if config.pipeline_schedule == "auto" else parts
     zero = f"{sharded.get(config.zero_stage, 'nothing')} shared out among the replicas (ZeRO {config.zero_stage})"
     same = "; with one stage per worker that is 1f1b, --stages-per-worker 2 interleaves"
-    hint = same if config.pipeline_schedule == "interleaved" and config.stages_per_worker == 1 else ""
+    order = config.pipeline_schedule
+    order += same if order == "interleaved" and config.stages_per_worker == 1 else ""
+    order += ": measured, and chosen, when a run begins" if order == "auto" else ""
     texts = {
         "data": "every worker has the whole model and trains on its part of each batch",
-        "pipeline": f"the model is cut into {stages} on {workers}, each batch into {parts} "
-        f"through them ({config.pipeline_schedule}{hint})",
+        "pipeline": f"the model is cut into {stages} on {workers}, each batch into {parts} through them ({order})",
         "tensor": f"every layer that can be divided is shared by {workers}, which all work on the whole batch",
         "zero": f"{workers}, each with its part of every batch; {zero}",
         "hybrid": f"{mesh}: {_count(mesh.data, 'replica')} of {stages}, each stage's layers shared by {mesh.tensor}"

@@ -34,9 +34,9 @@ from guava_nb.orchestrator.generating import Generating
 from guava_nb.orchestrator.launch import budget_for, forecast_on, job_for, planned_run, record
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.past_runs import PastRuns
+from guava_nb.orchestrator.pipeline_advice import PipelineAdvice
 from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.run_builder import RunBuilder
-from guava_nb.orchestrator.sync_advice import SyncAdvice
 from guava_nb.processes.interrupts import interrupts_remembered
 from guava_nb.protocol.messages import Factory
 from guava_nb.replica.model.wrappers import is_compiled, unwrapped
@@ -84,7 +84,7 @@ class Orchestrator(Generating, SessionHost):
         self._replica_sets = ReplicaSets(
             self._models, self._notices, self._open_cluster, lambda: self._patience_s, lambda: self.run_path, self.past_runs
         )  # fmt: skip
-        self._sync_advice = SyncAdvice(self._replica_sets, self._notices, self._planned)
+        self._advice = PipelineAdvice(self._replica_sets, self._notices, self._planned)
         self._job: TrainingJob | None = None
         self._warming: threading.Thread | None = None
 
@@ -200,7 +200,7 @@ class Orchestrator(Generating, SessionHost):
         chosen = TrainingOptions.of("start_training", val_loader is not None, **given).settled(self.config)
         cluster, loaders = self._idle_cluster(), (train_loader, val_loader)
         model = self._models.needed(self._replica_sets.loaded)
-        chosen, choice = self._sync_advice.resolve(chosen, model, loaders, cluster, self.config)
+        chosen, choice = self._advice.resolve(chosen, model, loaders, cluster, self.config)
         limit = chosen_limit(self.config, chosen.budget_bytes, chosen.save_path, chosen.checkpoint_dir)
         with interrupts_remembered() as interrupts:
             seats = cluster.roster.ready()
@@ -215,7 +215,7 @@ class Orchestrator(Generating, SessionHost):
             replica_set = self._replica_sets.begin(composed, plan, chosen)
             if limit is not None:
                 plan.budget = budget_for(limit, cluster, replica_set, plan, composed)
-            self._sync_advice.tell(choice, replica_set, plan, composed, cluster)
+            self._advice.tell(choice, replica_set, plan, composed, cluster)
             interrupts.check()
             job = job_for(cluster, replica_set, plan, self._replica_sets, lambda: self._job)
             record(job, self.diary, cluster, self._replica_sets.left, self.past_runs)
@@ -228,7 +228,7 @@ class Orchestrator(Generating, SessionHost):
             return job.run.result()
 
     def _builder(self) -> RunBuilder:
-        return RunBuilder(self.config, self._models, self._tensor_plan, self._cluster)
+        return RunBuilder(self.config, self._models, self._tensor_plan, self._cluster, self._advice.chosen)
 
     # ------------------------------------------------------------------------------------------------------- forecast
 
@@ -274,10 +274,10 @@ class Orchestrator(Generating, SessionHost):
             else:
                 factory = self._models.factory_of(model, model_args)
             idle, loaders = self._cluster if self.run is None or self.run.done else None, (train_loader, val_loader)
-            chosen, choice = self._sync_advice.resolve(chosen, factory, loaders, idle, self.config)
+            chosen, choice = self._advice.resolve(chosen, factory, loaders, idle, self.config)
             planned = self._planned(chosen, factory, loaders)
-            choice = choice or self._sync_advice.known(planned, self._cluster)
-            return forecast_on(self._cluster, planned, self.config, idle is not None, choice)
+            choice = choice or self._advice.sync.known(planned, self._cluster)
+            return self._advice.noted(forecast_on(self._cluster, planned, self.config, idle is not None, choice))
 
     def _planned(self, *args: Any, **words: Any) -> PlannedRun:
         """As for `planned_run`."""

@@ -16,9 +16,10 @@ from guava_nb.data.worker_data import WorkerData
 from guava_nb.errors import ConfigError
 from guava_nb.evaluation.metric_specs import merges_for, metric_specs
 from guava_nb.evaluation.validation import Validation
+from guava_nb.forecast.pipeline_choice import PipelineChoice
 from guava_nb.forecast.planned_run import Composed
 from guava_nb.orchestrator.model_registry import ModelRegistry
-from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.protocol.messages import Factory, ParallelSpec, RunSpec
 from guava_nb.spec.cells import resolve
 from guava_nb.spec.changed_code import CodeHere
 from guava_nb.spec.own_facts import ROLES, is_same_code, roots_of
@@ -37,6 +38,7 @@ class RunBuilder:
         registry: knows the shared cells.
         tensor_plan: of the mode that was chosen.
         cluster: the workers that are here.
+        chosen: schedule of pipelines and their micro-batches where the settings leave them to be chosen.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class RunBuilder:
         registry: ModelRegistry,
         tensor_plan: Mapping[str, str],
         cluster: Cluster | None = None,
+        chosen: PipelineChoice | None = None,
     ) -> None:
         """Nothing is built before it is asked for."""
+        self._chosen = chosen
         self._config, self._registry, self._tensor_plan = config, registry, tensor_plan
         self._cluster = cluster
 
@@ -77,7 +81,7 @@ class RunBuilder:
         gather = uses_gather(self._registry.cells, (model.name, options.criterion, options.step))
         at_hub = own or options.sync == "local" or options.wire != "fp32"  # rounds meet at the hub, and only it encodes
         reach = (lambda: False) if at_hub else reach
-        parallel = parallel_spec(self._config, workers, self._tensor_plan, reach, gather)
+        parallel = self._parallel(workers, reach, gather)
         spec = self._with_frozen(build_spec(self._config, shared, model, self._concrete(options), parallel, metrics))
         if options.cache_static:
             refuse_static(spec)
@@ -116,10 +120,18 @@ class RunBuilder:
             optimizer="SGD",
             optimizer_args={"lr": 0.0},
         )
-        parallel = parallel_spec(self._config, workers, self._tensor_plan)
+        parallel = self._parallel(workers)
         shared = self._registry.shared()
         options = self._concrete(options.settled(self._config))
         return self._with_frozen(build_spec(self._config, shared, model, options, parallel))
+
+    def _parallel(
+        self, workers: int, reach: Callable[[], bool] = lambda: False, gather: bool = False
+    ) -> ParallelSpec | None:
+        made = parallel_spec(self._config, workers, self._tensor_plan, reach, gather)
+        if made is None or self._chosen is None:
+            return made
+        return replace(made, schedule=self._chosen.schedule, micro_batches=self._chosen.micro_batches)
 
     def _concrete(self, options: TrainingOptions) -> TrainingOptions:
         """Choose the precision where the workers' cards shall decide."""

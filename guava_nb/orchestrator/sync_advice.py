@@ -28,7 +28,7 @@ from guava_nb.sync.resident_replica_set import is_own
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.worker_data_facts import ask_data
 
-__all__ = ["SyncAdvice"]
+__all__ = ["SyncAdvice", "made_of"]
 
 #: What all exchanges of a run must come to before lines are measured for the sake of a warning, which costs 2.7 MB each; and
 #: how long they must take before steps are played for it.
@@ -162,22 +162,30 @@ class SyncAdvice:
         known = self._known_seconds(planned, cluster)
         if set(known) >= set(cluster.roster.ready()):
             return known
+        return {**self._of_trial(planned, cluster), **known}
+
+    def _of_trial(self, planned: PlannedRun, cluster: Cluster) -> dict[int, float]:
         try:
             found = self._play(planned, cluster)
         except GuavaError as error:
             self._notices.add(f"no step was played beforehand, so it is not known how long one takes: {error}", "run")
-            return known
-        self._played = (_made_of(planned.composed.spec, planned.replica_set.cells), found)
+            return {}
+        self._played = (made_of(planned.composed.spec, planned.replica_set.cells), found)
         for rank, seconds in found.items():  # where the first round's measured shares begin
             cluster.roster.members[rank].sample_s = seconds
-        return {**found, **known}
+        return found
+
+    def seconds_alone(self, planned: PlannedRun, cluster: Cluster) -> dict[int, float]:
+        """Return seconds per sample of the whole model by rank, of steps that are played, unless they were."""
+        is_known = self._played[0] == made_of(planned.composed.spec, planned.replica_set.cells)
+        return self._played[1] if is_known else self._of_trial(planned, cluster)
 
     def _known_seconds(self, planned: PlannedRun, cluster: Cluster) -> dict[int, float]:
-        made_of = _made_of(planned.composed.spec, planned.replica_set.cells)
+        made = made_of(planned.composed.spec, planned.replica_set.cells)
         last, found = self._replica_sets.trained, dict[int, float]()
-        if self._played[0] == made_of:
+        if self._played[0] == made:
             found |= self._played[1]
-        if last is not None and _made_of(last.spec, last.cells) == made_of:
+        if last is not None and made_of(last.spec, last.cells) == made:
             found |= {one.rank: one.sample_s for one in cluster.members() if one.shards and one.sample_s}
         return found
 
@@ -187,7 +195,8 @@ class SyncAdvice:
         if batch is None:
             return {}
         composed = planned.composed
-        spec = replace(composed.spec, rounds=None, cache=None, metrics=(), lockstep=False)
+        # Of a pipeline the whole model, so that the seconds of a stage are a part of those.
+        spec = replace(composed.spec, parallel=None, wire="fp32", rounds=None, cache=None, metrics=(), lockstep=False)
         if composed.own:
             spec = replace(spec, data=ask_data(cluster, planned.replica_set.cells, composed.own, lambda: None))
         made = self._replica_sets.for_trial(composed, spec, f"trial-{next(self._numbers)}")
@@ -234,6 +243,7 @@ def _paces(planned: PlannedRun, cluster: Cluster, seconds: Mapping[int, float]) 
     return paces
 
 
-def _made_of(spec: RunSpec, cells: tuple[Cell, ...]) -> object:
+def made_of(spec: RunSpec, cells: tuple[Cell, ...]) -> object:
     """Return what a step's seconds depend on."""
-    return replace(spec, rounds=None, cache=None, metrics=(), lockstep=False, data=()), cells
+    shape = spec.parallel and replace(spec.parallel, schedule="", micro_batches=0)
+    return replace(spec, parallel=shape, wire="", rounds=None, cache=None, metrics=(), lockstep=False, data=()), cells

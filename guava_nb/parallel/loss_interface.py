@@ -80,12 +80,14 @@ class Learning:
             groups, and once for what this rank holds.
         criterion: measures outputs against targets; only a pipeline needs it.
         buffers: what becomes of buffers that replicas change unlike, see `replicas.buffer_policy`.
+        wire: name of the format in which activations and their gradients pass between the stages of a pipeline.
     """
 
     objective: Objective
     make_optimizer: MakeOptimizer
     criterion: Criterion | None = None
     buffers: str = "auto"
+    wire: str = "fp32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ class GroupReplica(BaseReplica):
         self._hooks = GradientHooks(model)
         self.part = parallelize(
             model, shape, self._axes, self.device,
-            Learning(self._objective, self._make_optimizer, self._criterion, self._spec.buffers),
+            Learning(self._objective, self._make_optimizer, self._criterion, self._spec.buffers, self._spec.wire),
             sync_batchnorm=self._spec.sync_batchnorm, example=self._inputs_of(example),
             habit=self._habit,
         )  # fmt: skip

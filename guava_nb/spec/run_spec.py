@@ -180,7 +180,7 @@ def parallel_spec(
         pp=mesh.stages,
         tp=mesh.tensor,
         zero_stage=config.zero_stage,
-        schedule=config.pipeline_schedule,
+        schedule="1f1b" if config.pipeline_schedule == "auto" else config.pipeline_schedule,
         micro_batches=config.micro_batches if config.pipeline_parallel else 1,
         stages_per_rank=config.stages_per_worker,
         split=_names(config.pipeline_split),
@@ -317,6 +317,8 @@ def _refuse_wire(config: DistributedConfig, options: TrainingOptions, parallel: 
     Raises:
         ConfigError: gradients do not pass the orchestrator, or are multiplied by a loss scale that changes between steps.
     """
+    if parallel is not None and (parallel.pp > 1 or parallel.mode == "pipeline"):
+        return  # what passes between stages; nothing is left over for a next step
     if parallel is not None:
         cause = _not_at_the_hub(config, parallel, "the workers exchange gradients among themselves")
         raise ConfigError(f"wire is {options.wire!r}, and {cause}, or leave wire at 'fp32'")

@@ -10,13 +10,15 @@ from typing import Any, Protocol
 
 import msgspec
 
+from guava_nb.cluster.job import Job
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.errors import ConfigError
 from guava_nb.replica.preprocess import pair_of
 from guava_nb.row_cache.writer import OutgoingBatch, RowWriter, taken_apart
-from guava_nb.sync.exchange import Replicas, StepExchange
+from guava_nb.sync.exchange import OnApplied, OnCommit, Replicas, StepExchange
+from guava_nb.sync.send_credit import SendCredit
 from guava_nb.sync.step_in_flight import (
     PlannedShards,
     Share,
@@ -29,6 +31,12 @@ from guava_nb.sync.step_in_flight import (
 from guava_nb.sync.step_machine import Halt, ShardTask, StepMachine, has_finite_loss
 
 __all__ = ["GroupExchange", "micro_batch_marks", "parts_for", "shares_of", "tasks_of"]
+
+
+_BETWEEN_STAGES = (
+    "Activations and their gradients pass from stage to stage as {0} (wire, --wire), each message rounded for itself. Masks, "
+    "whole numbers, sums over replicas, validation and prediction stay exact"
+)
 
 
 class Group(Replicas, Protocol):
@@ -46,6 +54,14 @@ class GroupExchange(StepExchange[Group]):
     """Parts of one model: every rank gets its share, they sum among themselves and vote here. See `StepExchange`."""
 
     _looked = False  # at how many rows a pipeline gets
+
+    def __init__(
+        self, job: Job, replicas: Group, on_commit: OnCommit, on_applied: OnApplied, credit: SendCredit
+    ) -> None:
+        """Say how what passes between stages travels, where it is rounded."""
+        super().__init__(job, replicas, on_commit, on_applied, credit)
+        if replicas.spec.wire != "fp32":
+            job.cluster.notice(_BETWEEN_STAGES.format(replicas.spec.wire))
 
     def _plan(
         self, batches: Sequence[LoadedBatch], team: tuple[int, ...], weights: Sequence[float], splitter: RowSplitter

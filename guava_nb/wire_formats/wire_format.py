@@ -37,10 +37,14 @@ class WireFormat(ABC):
         """Return the length of every message of `numel` elements, in bytes."""
 
     def encode(self, flat: Tensor) -> memoryview:
+        """Return the message of a flat tensor, `[numel]`, in host memory; errors as of `encode_tensor`."""
+        return self.encode_tensor(flat).cpu().numpy().data
+
+    def encode_tensor(self, flat: Tensor) -> Tensor:
         """Return the message of a flat tensor, `[numel]`, of float32 or float64, or of a half type, which counts as float32.
 
-        Values that are too large for the format become its largest one; NaN and Inf stay visible: `decode` gives at least
-        one value that is not finite.
+        It is `[bytes]` of uint8 on the tensor's device. Values that are too large for the format become its largest one; NaN and
+        Inf stay visible: `decode` gives at least one value that is not finite.
 
         Raises:
             LocalProtocolError: it is not flat, or of another type.
@@ -49,7 +53,7 @@ class WireFormat(ABC):
             raise LocalProtocolError(f"a tensor of {flat.dim()} axes was to be encoded; flatten it first")
         values = flat.detach().to(accumulation_dtype(flat.dtype))
         parts = [part.reshape(-1).contiguous().view(torch.uint8) for part in self._encode(values) if part.numel()]
-        return torch.cat(parts).cpu().numpy().data if parts else memoryview(b"")
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=flat.device)
 
     def decode(self, message: Any, numel: int, dtype: torch.dtype = torch.float32, device: Device = "cpu") -> Tensor:
         """Return the flat tensor of a message: `[numel]` of float32, or of float64 where `dtype` is that; its own memory.
@@ -65,8 +69,12 @@ class WireFormat(ABC):
         Raises:
             RemoteProtocolError: the message has another length, or holds what `encode` never writes.
         """
-        raw, dtype = self.checked(message, numel, dtype, device), accumulation_dtype(dtype)
-        return self._decode(raw, numel, dtype) if raw.numel() else torch.zeros(numel, dtype=dtype, device=device)
+        return self.decode_tensor(self.checked(message, numel, dtype, device), numel, dtype)
+
+    def decode_tensor(self, raw: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return what `decode` does, of the bytes of `checked`, `[bytes]` of uint8, on their device."""
+        dtype = accumulation_dtype(dtype)
+        return self._decode(raw, numel, dtype) if raw.numel() else torch.zeros(numel, dtype=dtype, device=raw.device)
 
     def checked(self, message: Any, numel: int, dtype: torch.dtype, device: Device) -> Tensor:
         """Return the bytes of a message whose length is right, `[bytes]` of uint8; errors as of `decode`.

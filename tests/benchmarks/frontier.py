@@ -1,12 +1,15 @@
 """Final loss against bytes: step sync with each wire format beside rounds of local steps, many runs at once on one device.
 
     python -m tests.benchmarks.frontier [--steps 10000] [--seeds 3] [--cases NAMES] [--list]
+    ... --tasks gpt-3M digits --workers 4 2 --limit-s 250 --cases step+int8 nesterov-30 nesterov-60+int4 "partial-15 1/64"
 
-A byte-level GPT of 0.39 M parameters learns the sources of Python's standard library on 4 workers of 8 x 96 bytes a step, AdamW.
-Workers are rows of stacked tensors: no process and no line is between them. What they exchange goes through the product's own
-formats, error feedback and outer step, so losses are those of the algorithm and bytes those of its messages. Cases see the same
-batches seed by seed. Prints one JSON line for each case: validation loss on files not trained on, its part above that of step
-sync (mean over seeds, in percent), and the bytes up plus down at a worker, where 8 bytes a parameter and step are 1.
+A byte-level GPT of 0.39 M parameters learns the sources of Python's standard library on 4 workers of 8 x 96 bytes a step, AdamW;
+`--tasks` takes others of `frontier_models.py`. `--limit-s` divides so many seconds among all pairs of a task and a number of
+workers, and each takes as many steps as fit. Workers are rows of stacked tensors: no process and no line is between them. What
+they exchange goes through the product's own formats, error feedback and outer step, so losses are those of the algorithm and
+bytes those of its messages. Cases see the same batches seed by seed. Prints one JSON line for each case: validation loss on what
+was not trained on, its part above that of step sync (mean over seeds, in percent), and the bytes up plus down at a worker, where
+8 bytes a parameter and step are 1.
 """
 
 from __future__ import annotations
@@ -14,11 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,10 +30,11 @@ from guava_nb.wire_formats.error_feedback import ErrorFeedback
 from guava_nb.wire_formats.registry import WIRE_FORMATS
 from guava_nb.wire_formats.top_k import TopK
 from guava_nb.wire_formats.wire_format import WireFormat
+from tests.benchmarks.frontier_models import EVALUATED, TASKS, Task
 
-MEMBERS, BATCH, CONTEXT, WIDTH, LAYERS, HEADS = 4, 8, 96, 96, 3, 4
 PEAK_RATE, WARM_STEPS, WEIGHT_DECAY, BETAS = 2e-3, 100, 0.1, (0.9, 0.95)
-EVALUATED = 64  # batches of a validation
+#: The first steps of a task, which compile it; those after them, which tell how many fit into a time; how much of it is used.
+_FIRST, _TIMED, _MARGIN = 6, 60, 0.9
 _CHUNK = 4096
 
 
@@ -57,9 +59,9 @@ class Case:
         """Whether a member gets the messages of all others, as of sparse ones."""
         return isinstance(self.message(), TopK)
 
-    def bytes_of_exchange(self) -> int:
+    def bytes_of_exchange(self, members: int) -> int:
         """Return the bytes up plus down at a worker."""
-        return self.message().encoded_bytes(self.numel) * (MEMBERS if self.is_forwarded else 2)
+        return self.message().encoded_bytes(self.numel) * (members if self.is_forwarded else 2)
 
 
 def rate(step: int, steps: int) -> float:
@@ -87,92 +89,18 @@ class OnDevice(WireFormat):
         return self.inner.encoded_bytes(numel, dtype)
 
     def encode(self, flat: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.cat([part.reshape(-1).contiguous().view(torch.uint8) for part in self.inner._encode(flat)])
+        return self.inner.encode_tensor(flat)
 
     def decode(
         self, message: Tensor, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Tensor:
-        return self.inner._decode(message, numel, dtype)
+        return self.inner.decode_tensor(message, numel, dtype)
 
     def _encode(self, values: Tensor) -> Sequence[Tensor]:
         return self.inner._encode(values)
 
     def _decode(self, raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         return self.inner._decode(raw, numel, dtype)
-
-
-# ------------------------------------------------------------------------------------------------------------- the model
-
-
-def shapes() -> dict[str, tuple[int, ...]]:
-    """Return the parameters of one model."""
-    found: dict[str, tuple[int, ...]] = {"bytes": (256, WIDTH), "places": (CONTEXT, WIDTH)}
-    for layer in range(LAYERS):
-        for name, shape in (
-            ("norm1", (2, WIDTH)),
-            ("qkv", (WIDTH, 3 * WIDTH)),
-            ("out", (WIDTH, WIDTH)),
-            ("norm2", (2, WIDTH)),
-            ("up", (WIDTH, 4 * WIDTH)),
-            ("down", (4 * WIDTH, WIDTH)),
-        ):
-            found[f"{layer}.{name}"] = shape
-    return found | {"norm": (2, WIDTH), "head": (WIDTH, 256)}
-
-
-def initial(seed: int, device: torch.device) -> Tensor:
-    """Return the flat weights of one model, `[numel]`."""
-    generator, parts = torch.Generator().manual_seed(seed), []
-    for name, shape in shapes().items():
-        if "norm" in name:
-            parts.append(torch.stack([torch.ones(WIDTH), torch.zeros(WIDTH)]).flatten())
-        else:
-            scale = 0.02 / math.sqrt(2 * LAYERS) if name.endswith(("out", "down")) else 0.02
-            parts.append(torch.randn(math.prod(shape), generator=generator) * scale)
-    return torch.cat(parts).to(device)
-
-
-def losses(flat: Tensor, tokens: Tensor) -> Tensor:
-    """Return the mean loss of each model, `[N]`, of flat weights `[N, numel]` on bytes `[N, B, T + 1]`."""
-    number, batch = tokens.shape[:2]
-    pieces = torch.split(flat, [math.prod(shape) for shape in shapes().values()], 1)
-    named = {name: piece.view(number, *shape) for (name, shape), piece in zip(shapes().items(), pieces, strict=True)}
-    x, y = tokens[..., :-1], tokens[..., 1:]
-    offsets = torch.arange(number, device=flat.device).view(-1, 1, 1) * 256
-    h = functional.embedding(x + offsets, named["bytes"].reshape(-1, WIDTH)) + named["places"].unsqueeze(1)
-    h = h.view(number, batch * CONTEXT, WIDTH)
-
-    def normed(h: Tensor, name: str) -> Tensor:
-        weight, bias = named[name].unbind(1)
-        return torch.addcmul(bias.unsqueeze(1), functional.layer_norm(h, (WIDTH,)), weight.unsqueeze(1))
-
-    for layer in range(LAYERS):
-        qkv = normed(h, f"{layer}.norm1") @ named[f"{layer}.qkv"]
-        q, k, v = (part.reshape(number * batch, CONTEXT, HEADS, -1).transpose(1, 2) for part in qkv.chunk(3, -1))
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        h = h + seen.transpose(1, 2).reshape(number, batch * CONTEXT, WIDTH) @ named[f"{layer}.out"]
-        h = h + functional.gelu(normed(h, f"{layer}.norm2") @ named[f"{layer}.up"]) @ named[f"{layer}.down"]
-    logits = normed(h, "norm") @ named["head"]
-    each = functional.cross_entropy(logits.view(-1, 256).float(), y.reshape(-1), reduction="none")
-    return each.view(number, -1).mean(1)
-
-
-# -------------------------------------------------------------------------------------------------------------- the data
-
-
-def corpus(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the bytes to learn from and those to validate on: each ninth file of the standard library."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
-    files = [path for path in files if "site-packages" not in path.parts and "test" not in path.parts]
-    texts = [path.read_bytes() for path in files]
-    parts = [b"".join(text for n, text in enumerate(texts) if (n % 9 == 0) == held) for held in (False, True)]
-    learned, held_out = (torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device) for part in parts)
-    return learned, held_out
-
-
-def cut(text: Tensor, begins: Tensor) -> Tensor:
-    """Return pieces of T + 1 bytes that begin there, `[*begins.shape, T + 1]`."""
-    return text[begins.unsqueeze(-1) + torch.arange(CONTEXT + 1, device=text.device)].long()
 
 
 # --------------------------------------------------------------------------------------------------------------- the runs
@@ -186,14 +114,17 @@ def _read(feedback: ErrorFeedback, number: int, flat: Tensor) -> Tensor:
 class Runs:
     """All cases and seeds side by side: weights and Adam's moments `[cases, seeds, members, numel]`."""
 
-    def __init__(self, cases: Sequence[Case], seeds: int, steps: int, device: torch.device) -> None:
-        self.cases, self.seeds, self.steps, self.device = cases, seeds, steps, device
-        firsts = torch.stack([initial(seed, device) for seed in range(seeds)])
+    def __init__(
+        self, task: Task, cases: Sequence[Case], seeds: int, members: int, steps: int, device: torch.device
+    ) -> None:
+        self.task, self.cases, self.seeds, self.members = task, cases, seeds, members
+        self.steps, self.device = steps, device
+        firsts = torch.stack([task.initial(seed) for seed in range(seeds)]).to(device)
         self.numel = firsts.shape[1]
         # Fused, a step takes 0.4 of its time on a GPU.
-        self.losses = torch.compile(losses, dynamic=False) if device.type == "cuda" else losses
+        self.losses = torch.compile(task.losses, dynamic=False) if device.type == "cuda" else task.losses
         self.start = firsts.expand(len(cases), -1, -1).clone()  # of the open rounds
-        self.weights = self.start.unsqueeze(2).repeat(1, 1, MEMBERS, 1)
+        self.weights = self.start.unsqueeze(2).repeat(1, 1, members, 1)
         self.first, self.second = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
         self.exchanged = [0] * len(cases)
         self.momentum: list[Tensor | None] = [None] * len(cases)
@@ -204,17 +135,17 @@ class Runs:
         for one in cases:
             one.numel = self.numel
 
-    def step(self, index: int, tokens: Tensor) -> None:
-        """Take one inner step of all members on bytes `[seeds, members, B, T + 1]`, then end the rounds that end here."""
+    def step(self, index: int, rows: Tensor) -> None:
+        """Take one inner step of all members on rows `[seeds, members, B, ...]`, then end the rounds that end here."""
         flat = self.weights.view(-1, self.numel).requires_grad_()
-        given = tokens.expand(len(self.cases), *tokens.shape).reshape(-1, *tokens.shape[2:])
+        given = rows.expand(len(self.cases), *rows.shape).reshape(-1, *rows.shape[2:])
         (gradient,) = torch.autograd.grad(self.losses(flat, given).sum(), flat)
         self.weights = self.weights.detach()
         gradient = gradient.view_as(self.weights)
         for number, case in enumerate(self.cases):
             if case.method is None:
                 gradient[number] = self._mean(number, gradient[number]).unsqueeze(1)
-                self.exchanged[number] += case.bytes_of_exchange()
+                self.exchanged[number] += case.bytes_of_exchange(self.members)
         self._adam(index, gradient)
         for number, case in enumerate(self.cases):
             if case.method is not None and case.every and ((index + 1) % case.every == 0 or index + 1 == self.steps):
@@ -263,10 +194,10 @@ class Runs:
         self.start[number], self.weights[number] = after, after.unsqueeze(1)
         if rest is not None:
             self.weights[number] -= rest
-        self.exchanged[number] += self.cases[number].bytes_of_exchange()
+        self.exchanged[number] += self.cases[number].bytes_of_exchange(self.members)
 
     @torch.no_grad()
-    def validated(self, held_out: Tensor) -> Tensor:
+    def validated(self) -> Tensor:
         """Return the validation loss of each case and seed, `[cases, seeds]`."""
         lone = [number for number, case in enumerate(self.cases) if not case.every]
         for number, case in enumerate(self.cases):
@@ -277,29 +208,41 @@ class Runs:
         generator = torch.Generator().manual_seed(12345)
         total = torch.zeros(flat.shape[0], device=self.device)
         for _ in range(EVALUATED):
-            begins = torch.randint(held_out.numel() - CONTEXT - 1, (32,), generator=generator).to(self.device)
-            total += losses(flat, cut(held_out, begins).expand(flat.shape[0], -1, -1))
+            rows = self.task.held_out(generator)
+            total += self.task.losses(flat, rows.expand(flat.shape[0], *rows.shape))
         return (total / EVALUATED).view(len(self.cases), self.seeds)
 
 
-def train(cases: Sequence[Case], seeds: int, steps: int, device: torch.device) -> Runs:
+def train(task: Task, cases: Sequence[Case], seeds: int, members: int, steps: int, device: torch.device) -> Runs:
     """Train all cases at once and return them as they ended."""
-    learned, held_out = corpus(device)
-    runs = Runs(cases, seeds, steps, device)
+    task.load(device)
+    runs = Runs(task, cases, seeds, members, steps, device)
     generators = [torch.Generator(device=device).manual_seed(1000 + seed) for seed in range(seeds)]
     for index in range(steps):
-        size = (MEMBERS, BATCH)
-        begins = [torch.randint(learned.numel() - CONTEXT - 1, size, generator=g, device=device) for g in generators]
-        runs.step(index, cut(learned, torch.stack(begins)))
-    _report(runs, runs.validated(held_out))
+        runs.step(index, task.draw(generators, members))
     return runs
 
 
-def _report(runs: Runs, ended: Tensor) -> None:
+def steps_in(limit_s: float, task: Task, cases: Sequence[Case], seeds: int, members: int, device: torch.device) -> int:
+    """Return how many steps fit into so many seconds, those that tell it included: a multiple of 60, at least 60."""
+    began = time.monotonic()
+    train(task, cases, seeds, members, _FIRST, device).weights.sum().item()
+    timed = time.monotonic()
+    train(task, cases, seeds, members, _TIMED, device).weights.sum().item()
+    step_s, left_s = (time.monotonic() - timed) / _TIMED, limit_s - (time.monotonic() - began)
+    return max(60, int(_MARGIN * left_s / step_s) // 60 * 60)
+
+
+def report(name: str, runs: Runs) -> None:
+    """Print one line for each case."""
+    ended = runs.validated()
     plain = next((n for n, one in enumerate(runs.cases) if one.name == "step"), None)
     for number, case in enumerate(runs.cases):
         share = runs.exchanged[number] / (8 * runs.numel * runs.steps)
         row = {
+            "task": name,
+            "parameters": runs.numel,
+            "workers": runs.members,
             "case": case.name,
             "steps": runs.steps,
             "bytes_share": share,
@@ -321,7 +264,7 @@ def known_cases() -> Iterator[Case]:
     yield Case("step")
     for wire in ("bf16", "int8", "int4"):
         yield Case(f"step+{wire}", wire=WIRE_FORMATS[wire])
-    yield Case("a quarter of the tokens alone", outer("average"), 0)
+    yield Case("its part of the tokens alone", outer("average"), 0)
     yield Case("average-30", outer("average"), 30)
     for every in (5, 15, 30, 60, 120):
         yield Case(f"nesterov-{every}", outer("nesterov"), every)
@@ -342,6 +285,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", help="only these; step is always among them")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["gpt-0.4M"])
+    parser.add_argument("--workers", nargs="+", type=int, default=[4])
+    parser.add_argument(
+        "--limit-s", type=float, default=0.0, help="seconds of all tasks; as many steps as fit, up to --steps"
+    )
     parser.add_argument("--list", action="store_true", help="print the names of all cases")
     given = parser.parse_args()
     cases = [one for one in known_cases() if not given.cases or one.name in ("step", *given.cases)]
@@ -349,9 +297,18 @@ def main() -> None:
         print("\n".join(one.name for one in cases))
         return
     torch.set_float32_matmul_precision("high")
-    began, device = time.monotonic(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    train(cases, given.seeds, given.steps, device)
-    print(json.dumps({"cases": len(cases), "seconds": round(time.monotonic() - began, 1)}))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pairs = [(name, members) for name in given.tasks for members in given.workers]
+    ends = time.monotonic() + given.limit_s
+    for number, (name, members) in enumerate(pairs):
+        began, steps = time.monotonic(), given.steps
+        if given.limit_s:
+            part_s = max(1.0, (ends - began) / (len(pairs) - number))
+            steps = min(steps, steps_in(part_s, TASKS[name], cases, given.seeds, members, device))
+        report(name, train(TASKS[name], cases, given.seeds, members, steps, device))
+        print(
+            json.dumps({"task": name, "cases": len(cases), "seconds": round(time.monotonic() - began, 1)}), flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -485,6 +485,33 @@ def test_a_lost_rank_ends_the_step_and_another_takes_its_place(
     assert run.generations >= 2
 
 
+def test_a_stage_killed_behind_a_rounded_boundary_costs_nothing_and_a_resume_is_exact(
+    session: Session, tmp_path: Path
+) -> None:
+    """Messages are functions of what is sent, so a step that is done again, or after a resume, is the same bit for bit."""
+    session.ensure(2)
+    rounded: dict[str, Any] = {"wire": "int8", "settings": {"micro_batches": 2}}
+    whole = train(session, "pipeline", loader(), epochs=3, **rounded)
+    assert whole.wait(60) and any("from stage to stage as int8" in note for note in session.orch.status().notes)
+    assert difference(whole.model(), Plain(session.folder, loader()).epochs(3).model) > 1e-6
+
+    victim = session.ensure(2)[1]
+    victim.trap("forward", 10)
+    run = train(session, "pipeline", loader(), epochs=3, detach=True, **rounded)
+    victim.wait_trapped()
+    os.kill(victim.pid, signal.SIGKILL)
+    session.workers.append(Worker(session, "spare-rounded", False))
+    assert run.wait(60) and run.generations >= 2
+    assert (run.lost_samples, run.duplicated_samples) == (0, 0) and len(run.history) == len(whole.history) == 12
+    assert difference(run.model(), whole.model()) == 0
+
+    path = tmp_path / "middle.pt"
+    train(session, "pipeline", loader(), epochs=3, max_steps=6, **rounded)
+    session.orch.save_checkpoint(path)
+    rest = train(session, "pipeline", loader(), epochs=3, resume=path, **rounded)
+    assert len(rest.history) == 6 and difference(rest.model(), whole.model()) == 0
+
+
 class WaitsForAll:
     """A callback that holds the run after two steps of a smaller mesh, until `count` workers are here."""
 

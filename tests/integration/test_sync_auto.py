@@ -26,6 +26,18 @@ class Slow(nn.Module):
     def forward(self, x):
         time.sleep(0.2)
         return self.last(self.first(x).relu())
+
+class Stage(nn.Module):
+    def __init__(self, inner, outer):
+        super().__init__()
+        self.line = nn.Linear(inner, outer)
+
+    def forward(self, x):
+        time.sleep(0.004 * len(x))
+        return self.line(x)
+
+def staged():
+    return nn.Sequential(Stage(10, 200), Stage(200, 4))
 """
 
 
@@ -72,6 +84,25 @@ def test_step_sync_that_would_take_longer_than_one_worker_is_told_before_it_begi
     plain = PlainTraining(session.folder, loader(64), "SGD", {"lr": 0.01}, width=600).epochs(1)
     assert difference(run.model(), plain.model) <= 1e-9  # steps that were played beforehand left nothing
     assert run.report()["sync"] == "step" and len(told(session, "an exchange in every step over these lines")) == 1
+
+
+def test_a_pipelines_schedule_is_chosen_by_its_lines_and_what_stages_compute(session: Session) -> None:
+    session.orch.share(CELL, "net")
+    session.orch.register_model("staged")
+    session.orch.set_mode("pipeline", path="relay", pipeline_schedule="auto")
+    try:
+        made = session.orch.forecast(loader(96), None, 1, **options())
+        (sentence,) = [note for note in made.notes if note.startswith("schedule auto: ")]
+        run = session.orch.start_training(loader(96), num_epochs=1, progress=False, **options())
+    finally:
+        session.orch.set_mode("data")
+    assert told(session, "schedule auto: ") == [sentence]  # nothing is measured twice
+    trained = session.orch._replica_sets.trained
+    assert trained is not None and trained.spec.parallel is not None
+    chosen = trained.spec.parallel
+    assert chosen.micro_batches > 1 and f"{chosen.schedule} with {chosen.micro_batches} micro-batches" in sentence
+    assert "there and back" in sentence and run.lost_samples == 0
+    assert made.run_bytes == pytest.approx(run.wire.out_bytes + run.wire.in_bytes, rel=0.05)
 
 
 def test_a_slow_line_gets_rounds_and_a_fast_one_gets_exact_steps(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from guava_nb.parallel.state.full_state import StatePiece, assemble, assemble_optimizer
 from tests.support import pipeline_cases
-from tests.support.pipeline_cases import Case, batches_of, build_model, train_plain
+from tests.support.pipeline_cases import Case, batches_of, build_model, train_plain, train_rounded
 from tests.support.ranks import Ranks
 
 HERE = "tests.support.pipeline_cases"
@@ -109,6 +109,29 @@ def test_several_tensors_between_stages_and_nested_inputs(pool: Ranks, schedule:
     check(pool, BOTH, Case("tuples", "nested", spec={**schedule, "split": ("1",)}))
     check(pool, BOTH, Case("tuples", "nested", spec={**schedule, "split": ("2",)}))
     check(pool, BOTH, Case("tuples", "unusual", spec={**schedule, "split": ("2",)}))
+
+
+@pytest.mark.parametrize(
+    ("model", "batches", "wire", "spec"),
+    [
+        ("layers", "ignoring", "int8", {**SCHEDULES[1], "split": ("2",)}),
+        ("inplace", "numbers", "int4", {**SCHEDULES[0], "split": ("1",)}),  # a stage begins with an in-place operation
+        ("frozen", "ignoring", "int8", {**SCHEDULES[0], "split": ("4",)}),
+        ("tuples", "nested", "bf16", {**SCHEDULES[1], "split": ("1",)}),  # with a mask and whole numbers
+        ("writer", "words", "int8", {**SCHEDULES[0], "split": ("blocks.2",)}),  # a skip past the cut
+    ],
+)
+def test_a_rounded_boundary_is_that_of_a_loop_that_rounds_there(
+    pool: Ranks, model: str, batches: str, wire: str, spec: dict[str, Any]
+) -> None:
+    case = Case(model, batches, rows=(16, 7, 9, 1, 16, 5), spec=spec, wire=wire)
+    plain, exact, found = train_rounded(case, 2), train_plain(case), pool.run(BOTH, TRAIN, case)
+    (losses,) = [rank["losses"] for rank in found if rank["losses"] is not None]
+    assert losses == [pytest.approx(one, rel=1e-12) for one in plain["losses"]]
+    state = assemble([tensors(rank["pieces"]) for rank in found])
+    for name, value in plain["state"].items():
+        assert torch.allclose(state[name], value, rtol=0, atol=1e-10), name
+    assert any(not torch.equal(state[name], value) for name, value in exact["state"].items()), "nothing was rounded"
 
 
 @pytest.mark.parametrize("criterion", ["mean", "sum"])

@@ -11,11 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 from guava_nb.parallel.checkpointing import checkpoint_activations
+from guava_nb.parallel.pipeline.microbatches import count_micro_batches, cut_rows, micro_batch_sizes
 from guava_nb.parallel.pipeline.pipeline import PipelinePart
 from guava_nb.parallel.pipeline.pipeline_setup import Hooks, PipelinePlace
+from guava_nb.parallel.pipeline.stages import split_model
 from guava_nb.protocol.messages import ParallelSpec
+from guava_nb.wire_formats.registry import WIRE_FORMATS
 
 CPU = torch.device("cpu")
 ODD_ROWS = (65, 7, 1, 16, 65, 5, 7, 64, 3, 65, 16, 2, 9, 33, 1, 8, 65, 4, 12, 31)
@@ -41,6 +45,7 @@ class Case:
     spec: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "adamw"
     recompute: tuple[str, ...] = ()
+    wire: str = "fp32"
 
 
 # -------------------------------------------------------------------------------------------------------------- models
@@ -353,6 +358,54 @@ def train_plain(case: Case, model: nn.Module | None = None) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "state": state, "optimizer": optimizer.state_dict(), "none": without}
 
 
+class _Rounded(torch.autograd.Function):
+    """What a message in a wire format does to a tensor, and to its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, wire: str) -> Tensor:
+        ctx.wire = wire
+        return _Rounded.of(value, wire)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Rounded.of(gradient, ctx.wire), None
+
+    @staticmethod
+    def of(value: Tensor, wire: str) -> Tensor:
+        one, flat = WIRE_FORMATS[wire], value.detach().reshape(-1)
+        return one.decode(one.encode(flat), flat.numel(), flat.dtype).view_as(value).clone()
+
+
+def train_rounded(case: Case, stages: int) -> dict[str, Any]:
+    """Train in one process, micro-batch after micro-batch, with what passes between stages rounded as `case.wire` does."""
+    model = build_model(case.model)
+    modules = split_model(model, stages, case.spec.get("split", ())).modules
+    optimizer, losses = OPTIMIZERS[case.optimizer](dict(model.named_parameters())), []
+
+    def rounded(value: Any) -> Any:
+        is_sent = isinstance(value, Tensor) and (value.requires_grad or case.model == "frozen")
+        return _Rounded.apply(value, case.wire) if is_sent else value
+
+    for inputs, targets, rows in batches_of(case):
+        count = count_micro_batches(case.spec["schedule"], case.spec["micro_batches"], rows, stages)
+        sizes = micro_batch_sizes(rows, count)
+        total, counted = 0.0, 0.0
+        for x, y, size in zip(cut_rows(inputs, rows, sizes), cut_rows(targets, rows, sizes), sizes, strict=True):
+            values = (x,)
+            for module in modules[:-1]:
+                values = tree_map(rounded, module(*values))
+            loss = CRITERIA[case.criterion](modules[-1](*values), y, size)
+            (loss.value * loss.weight / rows).backward()
+            total, counted = total + float(loss.value.detach()) * loss.weight, counted + float(loss.count or 0)
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(rows / max(1.0, counted))
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        losses.append((total, counted))
+    return {"losses": losses, "state": {key: value.clone() for key, value in model.state_dict().items()}}
+
+
 def build_part(group: dist.ProcessGroup, case: Case, **more: Any) -> PipelinePart:
     return PipelinePart(
         build_model(case.model),
@@ -374,7 +427,7 @@ class _Recomputing(Hooks):
 
 def train_pipeline(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
     _forbid_object_collectives()
-    part = build_part(group, case, hooks=_Recomputing(case.recompute) if case.recompute else None)
+    part = build_part(group, case, hooks=_Recomputing(case.recompute) if case.recompute else None, wire=case.wire)
     part.model.train()
     losses, norms, without = [], [], []
     for inputs, targets, rows in batches_of(case):

@@ -130,7 +130,15 @@ class ForwardOnly:
         if length + 8 > _HEAD_BYTES:
             data += bytes(self._take((length + 8 - _HEAD_BYTES,), torch.uint8, stage).cpu().tolist())
         boundary = decode(data[8 : 8 + length])
-        return boundary, [self._take(spec.shape, spec.torch_dtype, stage) for spec in boundary.tensors]
+        tensors = [self._take(spec.shape, spec.torch_dtype, stage) for spec in boundary.tensors]
+        if (
+            torch.is_grad_enabled()
+        ):  # see `showing_dependence`; a copy, because a stage may begin with an in-place operation
+            tensors = [
+                tensor.requires_grad_().clone() if spec.from_parameters else tensor
+                for tensor, spec in zip(tensors, boundary.tensors, strict=True)
+            ]
+        return boundary, tensors
 
     def _take(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)

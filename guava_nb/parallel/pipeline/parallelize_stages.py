@@ -57,6 +57,7 @@ def pipeline_part(
         make_optimizer=learning.make_optimizer,
         hooks=_Stages(spec, mesh, plan, list(again), learning.buffers),
         example=example,
+        wire=learning.wire,
     )
 
 

@@ -152,6 +152,7 @@ class PipelinePart(ModelPart):
         hooks: what tensor, data and activation settings do to a stage.
         example: inputs of a typical micro-batch, where the model is; for balancing by time, on rank 0 of the default
             group, whose measurement all ranks follow.
+        wire: name of the format in which activations and their gradients travel in training.
 
     Raises:
         ConfigError: the model cannot be cut so, or settings do not fit; the text has the sizes.
@@ -167,6 +168,7 @@ class PipelinePart(ModelPart):
         make_optimizer: MakeOptimizer,
         hooks: Hooks | None = None,
         example: Any = None,
+        wire: str = "fp32",
     ) -> None:
         self._rank, self._ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
         check_spec(spec, self._ranks)
@@ -188,7 +190,7 @@ class PipelinePart(ModelPart):
         self.takes_targets = self._rank == self._ranks - 1
         self.reports = self.takes_targets and place.tp == 0
         self.model: nn.Module = nn.ModuleList(self._stages.values())
-        self._programs = ScheduleCache(spec.schedule, self._stages, self._total, place.group, place.device)
+        self._programs = ScheduleCache(spec.schedule, self._stages, self._total, place.group, place.device, wire)
         self._collect_names()
         self.optimizer = self._make_optimizer(make_optimizer, optimizer)
 

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from guava_nb.errors import CollectiveError
 from guava_nb.nested import ARRAYS, children
 from guava_nb.parallel.module_state import unchanged
+from guava_nb.parallel.pipeline.boundary_wire import showing_dependence
 from guava_nb.parallel.pipeline.forward_only import ForwardOnly
 from guava_nb.parallel.pipeline.schedules import Program, Shapes
+from guava_nb.wire_formats.registry import WIRE_FORMATS
 
 __all__ = ["ScheduleCache"]
 
@@ -38,12 +40,14 @@ class ScheduleCache:
         total: stages of the pipeline.
         group: the pipeline's ranks.
         device: where the stages are.
+        wire: name of the format in which what depends on parameters travels in training.
     """
 
     def __init__(
-        self, schedule: str, stages: dict[int, nn.Module], total: int, group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self._schedule, self._stages, self._total = schedule, stages, total
+        self, schedule: str, stages: dict[int, nn.Module], total: int, group: dist.ProcessGroup, device: torch.device,
+        wire: str = "fp32",
+    ) -> None:  # fmt: skip
+        self._schedule, self._stages, self._total, self._wire = schedule, stages, total, WIRE_FORMATS[wire]
         self._group, self._device = group, device
         self._rank = dist.get_rank(group)
         self._model = nn.ModuleList(stages.values())
@@ -104,8 +108,8 @@ class ScheduleCache:
     def _probe(self, sizes: tuple[int, ...], parts: Sequence[Any]) -> Shapes:
         """Send one micro-batch of each size through, forward only, to learn what passes between the stages."""
         numbers = [0] if sizes[0] == sizes[-1] else [0, len(sizes) - 1]
-        shapes = Shapes(sizes)
-        with torch.no_grad(), unchanged(self._model, self._device):
+        shapes = Shapes(sizes, self._wire)
+        with showing_dependence(self._model, self._wire), unchanged(self._model, self._device):
             self.passage.run(
                 [parts[number] for number in numbers] if parts else [],
                 len(numbers),

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from guava_nb.errors import TrainingError
 from guava_nb.parallel.pipeline.stage_messages import Boundary, Slot, pack, put_together, slots_of, take_apart, unpack
+from guava_nb.wire_formats.wire_format import WireFormat
 
 __all__ = ["Program", "Shapes"]
 
@@ -28,11 +29,13 @@ class Shapes:
 
     Attributes:
         sizes: rows of each micro-batch; two values at most.
+        wire: in which format what depends on parameters travels.
         arriving: stage to the records of what comes in, by rows of the micro-batch; the first stage has none.
         leaving: stage to the records of what goes out; the last stage has none.
     """
 
     sizes: tuple[int, ...]
+    wire: WireFormat
     arriving: dict[int, dict[int, Boundary]] = field(default_factory=dict)
     leaving: dict[int, dict[int, Boundary]] = field(default_factory=dict)
 
@@ -92,8 +95,8 @@ class _Station(nn.Module):
         self.stage = stage
         self._index, self._first, self._last = index, index == 0, index == total - 1
         self._shapes, self._device = shapes, device
-        self.slots_in = () if self._first else slots_of(list(shapes.arriving[index].values()))
-        self.slots_out = () if self._last else slots_of(list(shapes.leaving[index].values()))
+        self.slots_in = () if self._first else slots_of(list(shapes.arriving[index].values()), shapes.wire)
+        self.slots_out = () if self._last else slots_of(list(shapes.leaving[index].values()), shapes.wire)
         self._frozen_before = not any(slot.gradient for slot in self.slots_in)
         self.begin(())
 
@@ -124,7 +127,7 @@ class _Station(nn.Module):
         else:
             flats = _with_gradients(arrived)
             record = self._shapes.arriving[self._index][rows]
-            values = put_together(record, unpack(flats, record), self._device)
+            values = put_together(record, unpack(flats, record, self._shapes.wire), self._device)
         result = self.stage(*values)
         anchors = [flat for flat in flats if flat.requires_grad]
         if self._last:
@@ -145,7 +148,7 @@ class _Station(nn.Module):
                 f"rows, and {[t.shape for t in expected.tensors]} for another one of the same shape; what passes between "
                 "stages may depend on the shapes of the inputs only"
             )
-        flats = pack(tensors, expected, self.slots_out, self._device)
+        flats = pack(tensors, expected, self.slots_out, self._device, self._shapes.wire)
         if anchors and self.needs_anchor(flats):
             wanted = next(
                 (k for k, slot in enumerate(self.slots_out) if slot.gradient), 0 if self._frozen_before else None

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from guava_nb.errors import CollectiveError, ConfigError
+from guava_nb.parallel.pipeline.boundary_wire import from_words, is_shorter, to_words, words_of
+from guava_nb.wire_formats.wire_format import WireFormat
 
 __all__ = [
     "Boundary",
@@ -45,11 +47,13 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         dtype: its name in torch.
         shape: sizes.
         gradient: whether a gradient comes back for it.
+        from_parameters: its values depend on parameters, so a wire format may round them, and their gradient as well.
     """
 
     dtype: str
     shape: tuple[int, ...]
     gradient: bool
+    from_parameters: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -128,13 +132,17 @@ def take_apart(value: Any, gradient: bool) -> tuple[Boundary, list[Tensor]]:
         value: any nesting of tuple, list, dict, tensors and plain values.
         gradient: whether gradients come back for tensors that can have one.
 
+    Which tensors depend on parameters is known inside `showing_dependence` only.
+
     Raises:
         ConfigError: something in it cannot pass between stages.
     """
     tensors: list[Tensor] = []
     tree = _tree(value, tensors)
     specs = tuple(
-        TensorSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), gradient and t.dtype in _WITH_GRADIENT)
+        TensorSpec(
+            str(t.dtype).removeprefix("torch."), tuple(t.shape), gradient and t.dtype in _WITH_GRADIENT, t.requires_grad
+        )
         for t in tensors
     )
     return Boundary(tree, specs), tensors
@@ -195,44 +203,58 @@ def _value(tree: Any, tensors: Iterator[Tensor], device: torch.device) -> Any:
 # ----------------------------------------------------------------------------------------------------------- flat tensors
 
 
-def _slot(spec: TensorSpec) -> Slot:
+def _numel(spec: TensorSpec) -> int:
+    """Real numbers of a tensor."""
+    return spec.numel * (2 if spec.torch_dtype.is_complex else 1)
+
+
+def _is_shortened(spec: TensorSpec, wire: WireFormat) -> bool:
+    return spec.from_parameters and is_shorter(wire, spec.torch_dtype.to_real())
+
+
+def _slot(spec: TensorSpec, wire: WireFormat) -> Slot:
     dtype = spec.torch_dtype
+    if _is_shortened(spec, wire):
+        return Slot("float32", max(1, words_of(wire, _numel(spec))), spec.gradient)
     if not spec.gradient:
         return Slot("float32", max(1, -(-spec.numel * dtype.itemsize // 4)), False)
-    length = max(1, spec.numel * (2 if dtype.is_complex else 1))
-    return Slot(str(dtype.to_real()).removeprefix("torch."), length, True)
+    return Slot(str(dtype.to_real()).removeprefix("torch."), max(1, _numel(spec)), True)
 
 
-def slots_of(boundaries: Sequence[Boundary]) -> tuple[Slot, ...]:
-    """Return the flat tensors in which any of some values fits: those of micro-batches of unlike sizes.
+def slots_of(boundaries: Sequence[Boundary], wire: WireFormat) -> tuple[Slot, ...]:
+    """Return the flat tensors in which any of some values fits, in a wire format: those of micro-batches of unlike sizes.
 
     Raises:
         ConfigError: the values differ in more than the sizes of their tensors.
     """
     first = boundaries[0]
-    kinds = [(spec.dtype, spec.gradient) for spec in first.tensors]
+    kinds = [(spec.dtype, spec.gradient, spec.from_parameters) for spec in first.tensors]
     for other in boundaries[1:]:
-        if [(spec.dtype, spec.gradient) for spec in other.tensors] != kinds:
+        if [(spec.dtype, spec.gradient, spec.from_parameters) for spec in other.tensors] != kinds:
             raise ConfigError(
                 "a stage returns other tensors for a micro-batch of one row more; give micro_batches (--micro-batches) that "
                 "divide the batch"
             )
-    rows = zip(*(map(_slot, boundary.tensors) for boundary in boundaries), strict=True)
+    rows = zip(*([_slot(spec, wire) for spec in boundary.tensors] for boundary in boundaries), strict=True)
     return tuple(Slot(row[0].dtype, max(slot.length for slot in row), row[0].gradient) for row in rows)
 
 
-def pack(tensors: Sequence[Tensor], boundary: Boundary, slots: Sequence[Slot], device: torch.device) -> list[Tensor]:
+def pack(
+    tensors: Sequence[Tensor], boundary: Boundary, slots: Sequence[Slot], device: torch.device, wire: WireFormat
+) -> list[Tensor]:
     """Return each tensor as a flat one of its slot's length; those with a gradient stay in the graph."""
     return [
-        _flat(tensor.to(device), spec, slot)
+        _flat(tensor.to(device), spec, slot, wire)
         for tensor, spec, slot in zip(tensors, boundary.tensors, slots, strict=True)
     ]
 
 
-def _flat(tensor: Tensor, spec: TensorSpec, slot: Slot) -> Tensor:
-    if spec.gradient:
+def _flat(tensor: Tensor, spec: TensorSpec, slot: Slot, wire: WireFormat) -> Tensor:
+    if spec.gradient or _is_shortened(spec, wire):
         real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         flat = real.reshape(-1).contiguous()  # an expanded tensor flattens to one that no backend sends
+        if _is_shortened(spec, wire):
+            return to_words(flat, wire, slot.length)
         return functional.pad(flat, (0, slot.length - flat.numel())) if flat.numel() < slot.length else flat
     # A buffer of its own: only that is sure to be aligned for another dtype.
     bits = torch.zeros(slot.length * 4, dtype=torch.uint8, device=tensor.device)
@@ -241,14 +263,16 @@ def _flat(tensor: Tensor, spec: TensorSpec, slot: Slot) -> Tensor:
     return bits.view(torch.float32)
 
 
-def unpack(flats: Sequence[Tensor], boundary: Boundary) -> list[Tensor]:
+def unpack(flats: Sequence[Tensor], boundary: Boundary, wire: WireFormat) -> list[Tensor]:
     """Return the tensors of a record from their flat form."""
-    return [_shaped(flat, spec) for flat, spec in zip(flats, boundary.tensors, strict=True)]
+    return [_shaped(flat, spec, wire) for flat, spec in zip(flats, boundary.tensors, strict=True)]
 
 
-def _shaped(flat: Tensor, spec: TensorSpec) -> Tensor:
+def _shaped(flat: Tensor, spec: TensorSpec, wire: WireFormat) -> Tensor:
     dtype = spec.torch_dtype
-    if not spec.gradient:
+    if _is_shortened(spec, wire):
+        flat = from_words(flat, wire, _numel(spec), dtype.to_real())
+    elif not spec.gradient:
         raw = flat.detach().view(torch.uint8)[: spec.numel * dtype.itemsize]
         return raw.clone().view(dtype).view(spec.shape)
     if dtype.is_complex:

@@ -189,7 +189,7 @@ def verdict_on(
         "parameter": answer.parameter, "buffers": list(answer.buffers), "replaced_by_constants": list(answer.drawn),
         "precision": answer.precision, "kept_in_python": list(answer.kept),
         "unlike_in_python": list(answer.unlike or _looked(question, answer)), "written": list(answer.written),
-        "gradient_norm": answer.gradient_norm, "run_precision": spec.precision,
+        "gradient_norm": answer.gradient_norm, "run_precision": spec.precision, "wire": spec.wire,
     }  # fmt: skip
     some = f"{rows} samples" if rows == total else f"{rows} of the {total} samples"
     begin = f"One-step check: {some} of {question.about}, whole and in pieces on {name} ({show_time(seconds)})"

@@ -119,7 +119,7 @@ WRITTEN: dict[str, tuple[Any, str]] = {
     "augment": ("twice", "batch = twice(batch)"),
     "val_interval": (2, "validation"),
     "shares": ([2.0, 1.0], "unequal shares"),
-    "wire": ("bf16", "sent gradients as bf16"),
+    "wire": ("bf16", "sent gradients as bf16; here it all travels in full"),
     "buffers": ("first", "buffers=first"),
     "callbacks": ([Callback()], "callbacks"),
     "metrics": (None, "validation"),  # they belong to validations

@@ -123,7 +123,7 @@ def test_rounds_that_send_a_part_are_shorter_and_it_is_said_what_that_part_was_m
     assert choice.sentence.endswith(
         "an average of the weights that 2 workers reach in 5 steps each, of which the largest 1/64 travels and the rest stays "
         "with its worker; measured with a small language model, after 10,000 steps the loss was 0.9 % below that of an "
-        "exchange in every step; shorter runs lose more"
+        "exchange in every step; shorter runs lose more, and so may other models"
     )
     assert "and in these rounds workers wait for it 0% of the time" in choice.sentence
     every = [choose_sync(part, home(step_s=step_s)).sync_every for step_s in (0.2, 0.03, 0.01, 0.005, 0.002)]

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from guava_nb.config import DistributedConfig
+from guava_nb.config import DistributedConfig, mode_settings
 from guava_nb.errors import ConfigError, SourceError
 from guava_nb.protocol.messages import Cell, Factory, Hello, ParallelSpec, RoundSpec
 from guava_nb.replica.optimizer import build_optimizer
@@ -121,6 +122,17 @@ def test_a_wire_format_without_effect_is_refused(config: dict[str, Any], changes
     with pytest.raises(ConfigError, match=text):
         options = TrainingOptions(**{"wire": "int8", **changes}).settled(settings)
         build_spec(settings, None, Factory("Net"), options, parallel_spec(settings, 2))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_between_stages_a_wire_format_rounds_each_message_for_itself_so_a_loss_scale_may_change(precision: str) -> None:
+    settings = DistributedConfig(**mode_settings("pipeline", pipeline_schedule="auto"))
+    options = TrainingOptions(wire="int8", precision=precision).settled(settings)
+    shape = parallel_spec(settings, 2)
+    assert build_spec(settings, None, Factory("Net"), options, shape).wire == "int8"
+    assert shape is not None and shape.schedule == "1f1b"  # until lines and steps are measured
+    with pytest.raises(ConfigError, match="in mode tensor the workers exchange gradients"):
+        build_spec(settings, None, Factory("Net"), options, replace(shape, mode="tensor", pp=1, tp=2))
 
 
 def test_wire_formats_have_the_names_of_the_option() -> None:

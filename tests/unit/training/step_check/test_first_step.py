@@ -13,7 +13,7 @@ from guava_nb.training.step_check.first_step import can_be_compared, difference,
 
 CHECK: dict[str, Any] = {
     "outcome": "same", "known": False, "replaced_by_constants": [], "samples": 8, "batch_samples": 8, "loss_whole": 2.0,
-    "gradient_norm": 3.0, "precision": "fp64", "run_precision": "fp64", "worker": "w1", "seconds": 0.1,
+    "gradient_norm": 3.0, "precision": "fp64", "run_precision": "fp64", "wire": "fp32", "worker": "w1", "seconds": 0.1,
 }  # fmt: skip
 STEP: dict[str, Any] = {"samples": 8, "loss": 2.0, "gradient_norm": 3.0, "skipped": False}
 
