@@ -280,7 +280,7 @@ class ReplicaSets:
         going_on = None if fresh else self._going_on(composed)
         if going_on is not None:
             return going_on
-        replica_set = self._build(composed, options.weights)
+        replica_set = self._build(composed, options.weights, resumes)
         if not fresh and last is not None:
             self._notices.add(from_last_run(replica_set, last, self.fetch), "run")
             replica_set.saved_step = None if replica_set.goes_on and not last.is_saved else -1
@@ -307,15 +307,19 @@ class ReplicaSets:
         self._notices.add(GOES_ON.format("", ""), "run")
         return made
 
-    def _build(self, composed: Composed, weights: str | Path | None = None) -> ReplicaSet:
+    def _build(self, composed: Composed, weights: str | Path | None = None, resumes: bool = False) -> ReplicaSet:
         if is_on_hub(weights):
             composed.spec = replace(composed.spec, pretrained=pinned(str(weights)))
         spec, instance = composed.spec, None if composed.spec.pretrained else self._registry.instance_for(composed.spec)
         made = build_ensemble(self._past.next_id, spec, self._registry.cells, composed.shared, instance)
         made.code, made.registered = composed.code, self._registry.instance_for(spec)
         made.checks = made.checks if self.trained is None else self.trained.checks
-        if weights is not None:
-            _load(made, weights, self._notices)
+        added = [] if weights is None else _load(made, weights)
+        if added and not resumes:  # else they come from the checkpoint
+            names = ", ".join(added[:3]) + (f" and {len(added) - 3} more" if len(added) > 3 else "")
+            self._notices.add(
+                f"{weights} has no values of this shape for {names}: these begin as the model is built", "run"
+            )
         return made
 
     def launched(self, replica_set: ReplicaSet) -> None:
@@ -337,7 +341,7 @@ class ReplicaSets:
                 "a model that lives in the worker's own process is not known here before a run asks for it, so there is no "
                 "forecast; a budget still holds"
             )
-        replica_set = self._build(composed, options.weights)
+        replica_set = self._build(composed, options.weights, start is not None)
         if start is not None:
             from_checkpoint(replica_set, plan, *start, rewind=False)
         is_new = options.fresh or start is not None or options.weights is not None
@@ -454,18 +458,17 @@ def _drop_all(replica_set: ReplicaSet) -> None:
         replica_set.drop(rank)
 
 
-def _load(made: ReplicaSet, weights: str | Path, notices: Notices) -> None:
-    """Load weights into the master, where it was not built with them; what learns and is not there is told."""
-    model, pretrained, added = made.master.model, made.spec.pretrained, list[str]()
+def _load(made: ReplicaSet, weights: str | Path) -> list[str]:
+    """Load weights into the master, where it was not built with them; returns what learns and is not among them."""
+    model, pretrained = made.master.model, made.spec.pretrained
     if not pretrained:
         state, added = fitting_weights(Path(weights).expanduser(), model)
         made.master.load_state({"model": state})
         made.from_seed = False
-    elif not all(one.requires_grad for one in model.parameters()):  # else all of it is there
-        added = load_pretrained(pretrained, model)
-    if added:
-        names = ", ".join(added[:3]) + (f" and {len(added) - 3} more" if len(added) > 3 else "")
-        notices.add(f"not in {weights} in this shape, begins as the model is built: {names}", "run")
+        return added
+    if all(one.requires_grad for one in model.parameters()):  # then all of it is there
+        return []
+    return load_pretrained(pretrained, model)
 
 
 def _check_buffers(replica_set: ReplicaSet) -> None:

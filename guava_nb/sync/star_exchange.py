@@ -34,7 +34,7 @@ __all__ = ["StarExchange"]
 _Values = TypeVar("_Values", SumBucket, ParameterBucket)
 
 _WIRE = (
-    "{0} of several workers travel as {1}: what a message leaves out goes with the next one. A worker that "
+    "{0} of several workers travel as {1}: what a message leaves out is sent with the next one. A worker that "
     "leaves or is lost takes its rest with it, and so does the end of this run: {2}"
 )
 _ROUNDING = "at most the rounding of one {0}'s {1}"

@@ -156,7 +156,7 @@ class HeldTensors:
                 yield dtype, names
 
     def _places(self, names: Sequence[str], dtype: torch.dtype) -> Iterator[list[Tensor]]:
-        """Yield the flat parts of the copy that each piece of a message is about."""
+        """Yield the flat parts of the copy, views, that each piece of a message is about: at most `_SLICE` elements a piece."""
         piece, room = list[Tensor](), _SLICE
         for name in names:
             rest = self._held[name].view(-1)
@@ -172,7 +172,12 @@ class HeldTensors:
 
 
 def _pieces(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the differences of tensors to those that are held, one after another, in flat pieces."""
+    """Yield the differences of tensors to those that are held, one after another, in flat pieces of at most `_SLICE` elements.
+
+    Args:
+        pairs: what is held, contiguous, and what it is now, of the same shape.
+        dtype: of the pieces, which are memory of their own.
+    """
     parts, room = list[Tensor](), _SLICE
     for held, now in pairs:
         old, new = held.view(-1), now.detach().reshape(-1)

@@ -23,7 +23,7 @@ from guava_nb.parallel.pipeline.schedules import Program, Shapes
 
 __all__ = ["ScheduleCache"]
 
-#: ScheduleCache hold a buffer for every tensor and micro-batch that arrives, so few are kept; records of shapes are small.
+#: Programs hold a buffer for every tensor and micro-batch that arrives, so few are kept; records of shapes are small.
 _MOST_PROGRAMS = 4
 _MOST_SHAPES = 256
 _KEEP, _BUILD, _PROBE = 0, 1, 2
@@ -62,7 +62,7 @@ class ScheduleCache:
             inputs: of the batch, on the first rank.
             parts: the inputs of each micro-batch, on the first rank.
             sizes: rows of each micro-batch.
-            loss: takes number and outputs of a micro-batch and returns what backward starts from, on the last rank.
+            loss: takes number and outputs of a micro-batch and returns the scalar that backward starts from, on the last rank.
         """
         key = (sizes, _signature(inputs), *_context(self._device, self._model))
         number, order = self._announce(key)

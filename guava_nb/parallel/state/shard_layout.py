@@ -37,15 +37,16 @@ class Box:
     full: tuple[int, ...]
 
     def of_local(self, tensor: Tensor) -> Tensor:
-        """Return the view of this box in a tensor of the local shape."""
+        """Return the view of this box, `[*shape]`, in a tensor of the local shape."""
         return _view(tensor, self.local, self.shape)
 
     def of_full(self, tensor: Tensor) -> Tensor:
-        """Return the view of this box in a tensor of the full shape."""
+        """Return the view of this box, `[*shape]`, in a tensor of the full shape."""
         return _view(tensor, self.full, self.shape)
 
 
 def _view(tensor: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Return the view `[*shape]` of a tensor that begins at these offsets, one a dim."""
     for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     return tensor
@@ -109,7 +110,7 @@ class Layout:
         return (tp == 0 or not self.tensor_copies) and (dp == 0 or not self.data_copies)
 
     def cut(self, full: Tensor) -> Tensor:
-        """Return a new tensor: the part of a full one that belongs here."""
+        """Return the part of a full tensor, `[*self.full]`, that belongs here, `[*self.local]`, in memory of its own."""
         local = full.new_empty(self.local)
         for box in self.boxes:
             box.of_local(local).copy_(box.of_full(full))
