@@ -331,7 +331,13 @@ class Cluster:
             self.on_idle_leave(rank)
 
     def send(self, rank: int, message: Message, buffers: Buffers = ()) -> bool:
-        """Queue a message for a member; returns False when it is gone (its `Lost` event is on the way)."""
+        """Queue a message for a member; returns False when it is gone (its `Lost` event is on the way).
+
+        Args:
+            rank: of the member.
+            message: on the channel of its kind.
+            buffers: its payload, which must not change until the member has answered.
+        """
         session = self.seats.of(rank)
         if session is None:
             return False
@@ -343,7 +349,12 @@ class Cluster:
         return True
 
     def send_all(self, ranks: Iterable[int], message: Message, buffers: Buffers = ()) -> None:
-        """Queue one message for several members."""
+        """Queue one message for several members.
+
+        Args:
+            ranks: of the members; one that is gone is left out.
+            message, buffers: as for `send`.
+        """
         for rank in ranks:
             self.send(rank, message, buffers)
 
@@ -429,6 +440,11 @@ class Cluster:
 
     def wait_for(self, count: int, timeout_s: float | None, on_wait: Callable[[int], None] | None = None) -> list[int]:
         """Wait until `count` workers are ready.
+
+        Args:
+            count: how many.
+            timeout_s: None waits without an end.
+            on_wait: called with the number that are ready, about four times a second.
 
         Raises:
             RendezvousTimeout: too few came within `timeout_s`.

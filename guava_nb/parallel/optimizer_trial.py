@@ -104,6 +104,14 @@ def _parts(model: nn.Module, spec: ParallelSpec, plan: Plan) -> Iterator[_Part]:
 
 
 def _half(dims: Mapping[str, int], half: int, name: str, value: Tensor) -> Tensor:
+    """Return one half of a stand-in along the dim that the plan cuts, a view; the whole where it cuts none.
+
+    Args:
+        dims: the dim that is cut, by parameter.
+        half: 0 or 1.
+        name: of the parameter.
+        value: its stand-in.
+    """
     dim = dims.get(name)
     if dim is None or value.shape[dim] < 2:
         return value
@@ -112,10 +120,12 @@ def _half(dims: Mapping[str, int], half: int, name: str, value: Tensor) -> Tenso
 
 
 def _if_in(here: Collection[str], name: str, value: Tensor) -> Tensor | None:
+    """Return a stand-in where its parameter is among those that are here, else None."""
     return value if name in here else None
 
 
 def _rows(mesh: DeviceMesh, name: str, value: Tensor) -> Tensor:
+    """Return a stand-in as ZeRO 2 and 3 would hold it on this mesh: a DTensor cut by its first dim; scalars stay whole."""
     if value.ndim == 0 or value.numel() == 0:
         return value
     start, end = chunk_bounds(len(value), mesh.size(), mesh.get_local_rank())

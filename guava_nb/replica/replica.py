@@ -459,11 +459,12 @@ class Replica(BaseReplica):
 
 
 def _denominators(work: ShardWork, losses: Sequence[tuple[Loss, int]]) -> list[float | Tensor]:
+    """Return the denominator of each micro-batch's loss: its count, or its part of the step's samples."""
     return [rows / work.global_rows if loss.count is None else loss.count for loss, rows in losses]
 
 
 def _true_mean(work: ShardWork, losses: Sequence[tuple[Loss, int]]) -> Tensor | float:
-    """Return `Commit.scale` of a lone worker's step, on the device where only that knows it.
+    """Return `Commit.scale` of a lone worker's step, a float64 scalar `[]` on the device where only that knows it.
 
     0 where nothing counts; NaN, so that the step is left out, where the denominator is negative.
     """
@@ -475,6 +476,7 @@ def _true_mean(work: ShardWork, losses: Sequence[tuple[Loss, int]]) -> Tensor | 
 
 
 def _scale(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply the gradients of parameters with a factor, in place; a factor that is a scalar tensor is not waited for."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if gradients and (isinstance(factor, Tensor) or factor != 1.0):
         torch._foreach_mul_(gradients, factor)
@@ -483,7 +485,15 @@ def _scale(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
 def _checked(
     named: Mapping[str, nn.Parameter], moved: Mapping[str, Tensor]
 ) -> tuple[list[str], Tensor | None, Tensor | None]:
-    """Return what must be finite for a lone worker's step: names, a norm of each; and the gradient's squared norm."""
+    """Return what must be finite for a lone worker's step.
+
+    Args:
+        named: parameters, by name.
+        moved: buffers that a forward moved, by name.
+
+    Returns:
+        Names, a norm of each, `[names]`, and the squared norm of the gradient, `[]`; None where there is nothing.
+    """
     found = {name: p.grad for name, p in named.items() if p.grad is not None}
     gradients = {name: one if one.layout is torch.strided else one.coalesce().values() for name, one in found.items()}
     found = {**gradients, **moved}

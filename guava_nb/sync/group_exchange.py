@@ -122,6 +122,12 @@ def shares_of(
     A replica whose share rounds to no sample gets one row as a stand-in, marked with 0 rows: it has to take part in the
     group's operations all the same.
 
+    Args:
+        batches: of the loader.
+        mesh: of the group.
+        weights: of each replica: in proportion to these it gets samples.
+        splitter: cuts the batches.
+
     Raises:
         ConfigError: a batch cannot be shared out, or all of them have no samples.
     """
@@ -162,7 +168,17 @@ def tasks_of(
     writer: RowWriter,
     splitter: RowSplitter,
 ) -> tuple[list[ShardTask], PlannedShards]:
-    """Return one task and one record per rank of the group; the rows count where the loss is reported."""
+    """Return one task and one record per rank of the group; the rows count where the loss is reported.
+
+    Args:
+        head: of the step.
+        mesh: of the group.
+        team: the workers, in the order of the group's ranks.
+        shares: of the replicas, as `shares_of` gives them.
+        treated: a function of the user's sees whole batches on the first and the last stage.
+        writer: keeps rows apart where workers hold some.
+        splitter: cuts the batches.
+    """
     global_rows = sum(sum(share.rows) for share in shares)
     tasks: list[ShardTask] = []
     shards: PlannedShards = []
@@ -187,5 +203,11 @@ def micro_batch_marks(
     """Return how a stage cuts its pieces into micro-batches; () where it reads them itself, or cuts nothing.
 
     It reads what a function of the user's made there, and what a split function cut, by a rule that only that knows.
+
+    Args:
+        mesh: of the group.
+        splitter: that cut the pieces.
+        pieces, rows: of one stage, and the samples of each.
+        treated: as in `tasks_of`.
     """
     return () if mesh.stages == 1 or treated else marks_for(splitter, pieces, rows)

@@ -157,6 +157,7 @@ class StarExchange(StepExchange[Replicas]):
             self._job.cluster.send(member, message, list(lacking.values()))
 
     def _result(self, in_flight: StepInFlight, bucket: int) -> tuple[bytes, torch.Tensor]:
+        """Return presence bits and sum of a bucket, `[numel]`; tell of buffers that changed unlike, note a gradient's square."""
         total = in_flight.sums[bucket]
         result = total.result(self._replicas.master.layout.bucket(bucket).present_bytes)
         if isinstance(total, BufferMerge):

@@ -150,7 +150,13 @@ class StepMachine:
         return [task for task in self.tasks if task.owner == rank and not self._shard_done(task.index)]
 
     def on_bucket(self, rank: int, generation: int, shard: int, bucket: int, finite: bool) -> list[Instruction]:
-        """A shard's contribution to a bucket came; only the first counts, of a worker that was asked for it."""
+        """A shard's contribution to a bucket came; only the first counts, of a worker that was asked for it.
+
+        Args:
+            rank, generation: of the sender, and of the attempt that it is about.
+            shard, bucket: which contribution.
+            finite: whether all of its elements are.
+        """
         if self.decided or bucket not in self.buckets or not self.was_asked(rank, shard, generation):
             return []
         shards = self._arrived.setdefault(bucket, set())
@@ -183,7 +189,12 @@ class StepMachine:
         return self._decide()
 
     def on_solo_commit(self, rank: int, generation: int, skipped: bool) -> list[Instruction]:
-        """The lone worker has applied the step; from any other, or before its report, this is no news."""
+        """The lone worker has applied the step; from any other, or before its report, this is no news.
+
+        Args:
+            rank, generation: of the sender, and of the attempt that it is about.
+            skipped: the step changed nothing: its gradients were not finite in fp16.
+        """
         if self.decided or not self.solo or not self.was_asked(rank, 0, generation) or not self._ready:
             return []
         self._skip = skipped
@@ -208,7 +219,13 @@ class StepMachine:
         return out
 
     def was_asked(self, rank: int, shard: int, generation: int) -> bool:
-        """Whether this worker was sent this shard in this attempt: nothing else that it says about it counts."""
+        """Whether this worker was sent this shard in this attempt: nothing else that it says about it counts.
+
+        Args:
+            rank: of the worker.
+            shard: of the step.
+            generation: the attempt that it is about.
+        """
         if generation != self.generation or not 0 <= shard < len(self.tasks):
             return False
         return rank == self.tasks[shard].owner or rank in self.tasks[shard].earlier

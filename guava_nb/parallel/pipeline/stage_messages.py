@@ -169,7 +169,13 @@ def _tree(value: Any, tensors: list[Tensor]) -> list[Any]:
 
 
 def put_together(boundary: Boundary, tensors: Sequence[Tensor], device: torch.device) -> Any:
-    """Return the value of a record; a device in it becomes this stage's."""
+    """Return the value of a record; a device in it becomes this stage's.
+
+    Args:
+        boundary: the record.
+        tensors: in its order.
+        device: of this stage: the tensors are moved there.
+    """
     return _value(boundary.tree, iter(tensors), device)
 
 

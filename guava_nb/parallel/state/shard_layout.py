@@ -16,14 +16,24 @@ __all__ = ["Box", "Layout", "chunk_bounds", "even_bounds"]
 
 
 def even_bounds(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Return [start, end) of a part; lengths differ by one at most, the longer ones come first."""
+    """Return [start, end) of a part; lengths differ by one at most, the longer ones come first.
+
+    Args:
+        length: of the dim.
+        parts: into how many it is cut.
+        index: of the part.
+    """
     base, longer = divmod(length, parts)
     start = index * base + min(index, longer)
     return start, start + base + (index < longer)
 
 
 def chunk_bounds(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Return [start, end) of a part as torch.chunk cuts, which is how FSDP2 shards: the last parts may be empty."""
+    """Return [start, end) of a part as torch.chunk cuts, which is how FSDP2 shards: the last parts may be empty.
+
+    Args:
+        length, parts, index: as for `even_bounds`.
+    """
     size = -(-length // parts)
     return min(index * size, length), min((index + 1) * size, length)
 
@@ -78,7 +88,13 @@ class Layout:
 
     @classmethod
     def ranges(cls, shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Layout:
-        """The ranges [start, end) of one dimension are here, one after the other; other ranks have the rest."""
+        """The ranges [start, end) of one dimension are here, one after the other; other ranks have the rest.
+
+        Args:
+            shape: of the full tensor.
+            dim: that is cut.
+            ranges: what is here, in the order in which it lies here.
+        """
         boxes, at = [], 0
         for start, end in ranges:
             sizes, local, full = list(shape), [0] * len(shape), [0] * len(shape)

@@ -63,6 +63,12 @@ class ColumnLinear(nn.Module):
 
     With `gathers` its output is whole again on every rank. With `gathers_late` it becomes whole when
     somebody looks at it, which a loss over a vocabulary need not.
+
+    Args:
+        linear: the whole layer; its tensors are not kept.
+        ranks: who shares it.
+        ranges: of the outputs, for every rank.
+        gathers: the output is whole on every rank.
     """
 
     def __init__(self, linear: nn.Linear, ranks: Ranks, ranges: Ranges, gathers: bool) -> None:
@@ -103,6 +109,12 @@ class RowLinear(nn.Module):
     """A Linear of which each rank has some inputs: weight `[O, i]`; its output is whole.
 
     With `scatters` its input is whole, too.
+
+    Args:
+        linear: the whole layer; its bias is kept.
+        ranks: who shares it.
+        ranges: of the inputs, for every rank.
+        scatters: the input is whole.
     """
 
     def __init__(self, linear: nn.Linear, ranks: Ranks, ranges: Ranges, scatters: bool) -> None:
@@ -137,7 +149,13 @@ class RowLinear(nn.Module):
 
 
 class VocabEmbedding(nn.Module):
-    """An Embedding of which each rank has some rows, `[v, H]`: rows of others count as zero, and the ranks add up."""
+    """An Embedding of which each rank has some rows, `[v, H]`: rows of others count as zero, and the ranks add up.
+
+    Args:
+        embedding: the whole one.
+        ranks: who shares it.
+        ranges: of the rows, one for every rank.
+    """
 
     def __init__(self, embedding: nn.Embedding, ranks: Ranks, ranges: Ranges) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ class _Hooked:
     after: dict[int, Callable[[Tensor], Any]]
 
     def call(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Take in one more gradient of `parameter`, as the end of a backward does."""
+        """Take in one more gradient of `parameter`, of its shape, as the end of a backward does."""
         for hook in list(self.before.values()):
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
@@ -47,7 +47,10 @@ class _Hooked:
             hook(parameter)
 
     def tried(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """Return the gradient of a stand-in after these backwards; None: hooks raised, changed the values, or dropped it."""
+        """Return the gradient of a stand-in after these backwards, each of the parameter's shape.
+
+        None: hooks raised, changed the values, or dropped it.
+        """
         stand_in = nn.Parameter(self.parameter.detach().clone())
         try:
             for gradient in gradients:
