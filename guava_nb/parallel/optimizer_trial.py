@@ -22,6 +22,7 @@ from guava_nb.errors import ConfigError
 from guava_nb.nested import leaves
 from guava_nb.parallel.blocks import repeated_blocks
 from guava_nb.parallel.loss_interface import MakeOptimizer
+from guava_nb.parallel.module_state import unheard
 from guava_nb.parallel.replicas.zero1 import keep_owned, owners
 from guava_nb.parallel.state.full_state import local_part
 from guava_nb.parallel.state.shard_layout import chunk_bounds, even_bounds
@@ -181,7 +182,7 @@ def _compare(model: nn.Module, make: MakeOptimizer, parts: Sequence[_Part], size
     first = _stand_ins(model, torch.Generator().manual_seed(0))
     gradients = [_stand_ins(model, torch.Generator().manual_seed(1 + n), size) for n, size in enumerate(sizes)]
     play = partial(_play, make, {n: p.requires_grad for n, p in model.named_parameters()}, [first, *gradients])
-    with torch.random.fork_rng(devices=[]), WithoutRandomness():
+    with torch.random.fork_rng(devices=[]), WithoutRandomness(), unheard():
         whole = play(_Part(lambda _, value: value, "", ""))
         for part in parts:
             if whole.problem is not None:  # on whole parameters it fails as well, which the run will say

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from guava_nb.nested import leaves
+from guava_nb.parallel.module_state import unheard
 from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
 
 __all__ = ["SplitTrial", "try_split"]
@@ -149,8 +150,9 @@ def try_split(module: nn.Module, width: int, ranks: int, split: Split) -> SplitT
 def _tell(story: _Story, module: nn.Module, given: Tensor, count: int) -> None:
     """Run a module on `given * scale` for every try, one after the other; what is raised becomes the story's problem."""
     try:
-        for training, scale in _TRIES:
-            story.runs.append(_run(module.train(training), given * scale, count))
+        with unheard():
+            for training, scale in _TRIES:
+                story.runs.append(_run(module.train(training), given * scale, count))
     except Exception as problem:  # Whatever a user's forward raises on a strange input: it cannot be tried.
         story.problem = problem
 

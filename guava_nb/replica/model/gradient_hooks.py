@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from guava_nb.errors import ConfigError
+from guava_nb.parallel.module_state import unheard
 from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
 
 __all__ = ["GradientHooks"]
@@ -53,8 +54,9 @@ class _Hooked:
         """
         stand_in = nn.Parameter(self.parameter.detach().clone())
         try:
-            for gradient in gradients:
-                self.call(stand_in, gradient.clone())
+            with unheard():
+                for gradient in gradients:
+                    self.call(stand_in, gradient.clone())
         except Exception:  # the user's own
             return None
         return stand_in.grad if torch.equal(stand_in, self.parameter) else None
