@@ -101,6 +101,7 @@ class StarExchange(StepExchange[Replicas]):
             return
         self._replicas.master.layout.bucket(message.bucket).check_form(message.tensor, message.present)
         tensor = self._wire.decode_part(message.bucket, message.tensor, payload)
+        # The machine is asked before the tensor is added: it knows whether this contribution still counts.
         instructions = in_flight.machine.on_bucket(
             rank, message.generation, message.shard, message.bucket, is_finite(tensor)
         )
@@ -183,6 +184,7 @@ class StarExchange(StepExchange[Replicas]):
         )  # fmt: skip
 
     def _commit(self, in_flight: StepInFlight, decided: Decided) -> None:
+        # The master steps first: where it cannot, the step counts nowhere, and no worker has heard of a commit.
         failure = self._apply_here(in_flight, decided.commit) if self._at_orchestrator else None
         self._wire.commit()
         super()._commit(in_flight, decided)
@@ -213,7 +215,7 @@ class StarExchange(StepExchange[Replicas]):
         if hooked := None if commit.skip else master.buffer_changes():
             changes = [(BUFFERS, *hooked)]
         values = [*master.parameter_buckets(), *changes]
-        for index, (bucket, present, flat) in enumerate(values):
+        for index, (bucket, present, flat) in enumerate(values):  # the commit rides on the last
             last = index == len(values) - 1
             tensor = FlatTensor(dtype_name(flat.dtype), flat.numel())
             message = self._head_of(ParameterBucket, in_flight, bucket, present, tensor, commit if last else None)

@@ -173,6 +173,7 @@ def deal_batches(weights: Sequence[float], num_steps: int) -> list[tuple[int, ..
     total = sum(weights)
     parts = np.array([max(weight / total, 1 / count) for weight in weights])
     parts /= sum(parts)
+    # Each local batch goes to the worker that is furthest behind its part so far.
     taken = np.zeros(len(weights))
     owners = []
     for number in range(1, count + 1):
@@ -269,7 +270,7 @@ def _pieces_of(
     if isinstance(apart, Rows):
         dealt = deal(writer.holders(apart, team), [last - first for first, last in ranges])
         return [(k, RowSlice(apart, rows), rows) for k, rows in enumerate(dealt) if rows]
-    kept = [(k, r) for k, r in enumerate(ranges) if r[1] > r[0]]
+    kept = [(k, r) for k, r in enumerate(ranges) if r[1] > r[0]]  # a share that rounds to no sample gets no shard
     cutter = RowSplitter() if batch.source else splitter  # ids are cut like any tensor
     parts = cutter.split(batch.batch, [r for _, r in kept], batch.rows)
     return [(k, part, range(*r)) for (k, r), part in zip(kept, parts, strict=True)]

@@ -160,19 +160,19 @@ class StepMachine:
         if self.decided or bucket not in self.buckets or not self.was_asked(rank, shard, generation):
             return []
         shards = self._arrived.setdefault(bucket, set())
-        if shard in shards:
+        if shard in shards:  # two workers computed it, one before and one after it was away: the first counts
             return []
         if not finite:
             if not self.scaled:
                 return [Halt(rank, shard, bucket)]
-            self._skip = True
+            self._skip = True  # it is added all the same, so that every worker sees the same sum, and skips
         shards.add(shard)
         out: list[Instruction] = [Add(bucket, shard)]
         if len(shards) == len(self.tasks):
             self._complete += 1
             if self._complete < len(self.buckets):
                 out.append(SendBucket(bucket))
-            else:
+            else:  # the commit rides on the last sum, so this one waits until all shards have reported
                 self._held = bucket
                 out += self._decide()
         return out
@@ -184,6 +184,7 @@ class StepMachine:
         if not (ready.finite and has_finite_loss(ready)):
             if not self.scaled and self.mesh is None:
                 return [Halt(rank, ready.shard, None)]
+            # In a group the others are heard first: only all reports together say where it came to be.
             self._skip = True
         self._ready.setdefault(ready.shard, ready)
         return self._decide()
@@ -206,6 +207,7 @@ class StepMachine:
         if self.decided or not load:
             return []
         open_tasks = [task for task in self.tasks if not self._shard_done(task.index)]
+        # Buckets that came of such a shard stay in their sums: who does it again gets the same numbers, and they are dropped.
         for task in open_tasks:
             if task.owner in load:
                 load[task.owner] += task.rows

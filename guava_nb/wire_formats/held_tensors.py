@@ -39,6 +39,7 @@ class HeldTensors:
         self._same: dict[str, str] = {}  # name: the first name of the same tensor
         places: dict[tuple[int, torch.Size], str] = {}
         for name, tensor in tensors.items():
+            # Empty tensors may all lie at address 0, and are not tied.
             first = places.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
             self._same[name] = first
             if first == name:
@@ -70,6 +71,7 @@ class HeldTensors:
                 message = TopK(count, CHUNK).encode(piece)
                 messages.append(torch.frombuffer(bytearray(message), dtype=torch.uint8))
                 way += float(piece.double().square().sum())
+                # What the receiver will not get is what the copy lacks after it, so it is in the next message.
                 piece -= TopK(count, CHUNK).decode(message, piece.numel(), dtype)
                 left += float(piece.double().square().sum())
         others = {name: held for name, held in self._held.items() if name not in self._moving}
@@ -102,6 +104,7 @@ class HeldTensors:
             held = self._held.get(name)
             if held is None or name in self._moving or held.shape != tensor.shape or held.dtype != tensor.dtype:
                 raise RemoteProtocolError(f"{name} came as a tensor that is not of this model")
+        # All is decoded before anything is added: a message that does not fit must leave the copy as it was.
         changes = [
             TopK(count, CHUNK).decode(message.numpy().data, sum(part.numel() for part in piece), piece[0].dtype)
             for message, piece in zip(messages, pieces, strict=True)

@@ -85,6 +85,7 @@ class TopK(WireFormat):
         for rows, length, count in self._sections(values.numel()):
             section, values = values[: rows * length].view(rows, length), values[rows * length :]
             places = _largest(section, count)
+            # At 32 bits there are no levels, and the part has no bytes.
             chosen = section.gather(1, places)
             levels, codes = (chosen[:, :0], chosen) if self.bits == 32 else self._quantised(chosen)
             parts += [levels, *encoded_indices(places, length), codes]
@@ -98,6 +99,7 @@ class TopK(WireFormat):
         levels = torch.where(
             is_finite, rounded_up(levels, _LARGEST), torch.full((), float("nan"), dtype=torch.bfloat16)
         )
+        # The levels as the receiver will have them, rounded: else both sides would reckon with other magnitudes.
         low, step = self._scale(levels)
         steps = torch.where(step > 0, (sizes - low) / step, 0.0).round_().clamp_(0, self._most)
         return levels, packed(steps.to(torch.uint8) | (chosen < 0).to(torch.uint8) << self.bits - 1, self.bits)
@@ -157,7 +159,7 @@ class TopK(WireFormat):
         """Return what the message of `values`, `[N]`, lacks of them, `[N]`; see `WireFormat.left_out`."""
         places, sent = self.sent(message, values.numel(), values.dtype, values.device)
         rest = values.clone()
-        rest[places] -= sent
+        rest[places] -= sent  # places are unique: this is no sum over equal ones
         return rest
 
     def _sent(self, raw: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
