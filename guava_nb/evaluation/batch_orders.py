@@ -32,10 +32,10 @@ _STAND_IN_ROWS = 2
 class Question(Protocol):
     """What is asked of every batch, and what becomes of the answers."""
 
-    def part(self, batch: Any, treated: bool) -> Any:
-        """Return the part of a batch that travels; `treated`: the user's preprocess needs all of it at the worker."""
+    def part(self, batch: Any, wants_whole: bool) -> Any:
+        """Return the part of a batch that travels; `wants_whole`: the user's preprocess needs all of it at the worker."""
 
-    def for_stage(self, mesh: Mesh, stage: int, piece: Any, treated: bool) -> Any:
+    def for_stage(self, mesh: Mesh, stage: int, piece: Any, wants_whole: bool) -> Any:
         """Return what a stage of a pipeline needs of it."""
 
     def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Evaluate | Predict:
@@ -61,7 +61,7 @@ class BatchOrders:
     Attributes:
         question: what is asked.
         run_id: of the replicas.
-        treated: the user's preprocess needs whole batches at the worker.
+        wants_whole: the user's preprocess needs whole batches at the worker.
         writer: knows which rows workers hold.
         splitter: cuts the batches.
 
@@ -71,7 +71,7 @@ class BatchOrders:
 
     question: Question
     run_id: str
-    treated: bool
+    wants_whole: bool
     writer: RowWriter
     splitter: RowSplitter = field(default_factory=RowSplitter)
 
@@ -81,13 +81,13 @@ class BatchOrders:
 
     def whole(self, request: int, batch: LoadedBatch) -> Order:
         """Ask one worker about a batch."""
-        part: Any = self.question.part(batch.batch, self.treated)
+        part: Any = self.question.part(batch.batch, self.wants_whole)
         if not batch.source:
             part = taken_apart(self.writer, part, batch.rows, self.splitter)
         return self._record(request, batch, batch.rows, False), OutgoingBatch([part], single=True)
 
     def _marks(self, mesh: Mesh, piece: Any, rows: int) -> tuple[bytes, ...]:
-        return micro_batch_marks(mesh, self.splitter, [piece], [rows], self.treated)
+        return micro_batch_marks(mesh, self.splitter, [piece], [rows], self.wants_whole)
 
     def shared(self, request: int, batch: LoadedBatch, mesh: Mesh) -> list[Order]:
         """Ask a group about what the question takes of a batch, in order of rank.
@@ -104,10 +104,10 @@ class BatchOrders:
             in_turn = rank // (mesh.stages * mesh.tensor) == batch.index % mesh.data
             rows, held = (batch.rows, batch.rows) if in_turn else (0, few)
             if rank % mesh.tensor == 0:  # the ranks that share layers share one batch
-                piece: Any = self.question.part(whole if in_turn else stand_in, self.treated)
+                piece: Any = self.question.part(whole if in_turn else stand_in, self.wants_whole)
                 axes = self._marks(mesh, piece, held) if isinstance(piece, ARRAYS) else ()
                 if mesh.stages > 1:
-                    piece = self.question.for_stage(mesh, mesh.stage_of(rank), piece, self.treated)
+                    piece = self.question.for_stage(mesh, mesh.stage_of(rank), piece, self.wants_whole)
                 # Inputs alone have become the first of a pair.
                 axes = tuple(b"\0" + marks for marks in axes) or self._marks(mesh, piece, held)
                 piece = taken_apart(self.writer, piece, held, self.splitter)

@@ -90,7 +90,7 @@ class Replica(BaseReplica):
         self._use_optimizer(build_optimizer(spec.optimizer, self.model.named_parameters(), resolve))
         self._named = dict(self.model.named_parameters())
         self._parameters = [[self._named[name] for name in bucket.names] for bucket in self.layout.buckets]
-        self._exchange = GradientBuckets(self.layout, self._named, device)
+        self._gradient_buckets = GradientBuckets(self.layout, self._named, device)
         self._buffers = BufferBook(self.model, self.layout.buffers)
         self._watch, self._switches = ParameterWatch(self.model), GradientSwitches(self._named)
         self._forward_writes = ForwardWrites(self.model, always=spec.optimizer_site == "orchestrator")
@@ -121,7 +121,7 @@ class Replica(BaseReplica):
         """
         clock, counts = StepTimer(self.device), list[Any]()
         if on_bucket is None:
-            self._exchange.remove_hooks()
+            self._gradient_buckets.remove_hooks()
         try:
             self._train_mode()
             self._buffers.begin_shard()
@@ -146,7 +146,7 @@ class Replica(BaseReplica):
             return launched.telling(changed, frozen) if changed or frozen is not None else launched
         except BaseException:
             # What was handed over stays valid: the hub may already have added it. Only local state is dropped.
-            self._exchange.cancel()
+            self._gradient_buckets.cancel()
             self._drop_gradients()
             raise
 
@@ -209,18 +209,18 @@ class Replica(BaseReplica):
             with clock.backward():
                 last = number == len(parts) - 1
                 if on_bucket is not None and last:
-                    self._exchange.begin(on_bucket)
+                    self._gradient_buckets.begin(on_bucket)
                 factor: Tensor | float = loss.weight * self.loss_scale / work.global_rows
                 if gates and len(parts) == 1:  # the true mean at once, which costs no pass over the gradients
                     factor = factor * _true_mean(work, [(loss, rows)])
                 if learns:
                     backward(loss.value, factor, self._keeps_graphs)
                 if on_bucket is not None and last:
-                    self._exchange.finish()
+                    self._gradient_buckets.finish()
             losses.append((Loss(loss.value.detach(), loss.weight, loss.count), rows))
         if on_bucket is not None and not parts:
-            self._exchange.begin(on_bucket)
-            self._exchange.finish()
+            self._gradient_buckets.begin(on_bucket)
+            self._gradient_buckets.finish()
         return losses
 
     def _launched(
@@ -351,8 +351,8 @@ class Replica(BaseReplica):
 
     def restore(self) -> None:
         """Forget every shard since the last commit. Random state needs nothing: see `guava_nb.replica.rng`."""
-        self._exchange.cancel()
-        self._exchange.recycle()
+        self._gradient_buckets.cancel()
+        self._gradient_buckets.recycle()
         self._drop_gradients()
         self._buffers.restore()
         self._forward_writes.forget()
@@ -361,7 +361,7 @@ class Replica(BaseReplica):
 
     def _finish_step(self, sums: Buckets | None) -> None:
         self._drop_gradients()
-        self._exchange.recycle()
+        self._gradient_buckets.recycle()
         self._forward_writes.forget()
         if sums is None:  # a worker's own step settles nothing that was sent
             self._buffers.commit()
@@ -430,7 +430,7 @@ class Replica(BaseReplica):
     def close(self) -> None:
         """Take the hooks off the model, drop gradients and uncommitted work; the model stays usable."""
         self.restore()
-        self._exchange.remove_hooks()
+        self._gradient_buckets.remove_hooks()
         self._hooks.put_back()
 
     def _check_state(self) -> None:

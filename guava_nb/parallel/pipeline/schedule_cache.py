@@ -47,7 +47,7 @@ class ScheduleCache:
         self._group, self._device = group, device
         self._rank = dist.get_rank(group)
         self._model = nn.ModuleList(stages.values())
-        self.passage = ForwardOnly(stages, total, group, device)
+        self.forward_only = ForwardOnly(stages, total, group, device)
         self._programs: OrderedDict[int, Program] = OrderedDict()
         self._shapes: OrderedDict[int, Shapes] = OrderedDict()
         self._numbers: OrderedDict[tuple[Any, ...], int] = OrderedDict()
@@ -106,7 +106,7 @@ class ScheduleCache:
         numbers = [0] if sizes[0] == sizes[-1] else [0, len(sizes) - 1]
         shapes = Shapes(sizes)
         with torch.no_grad(), unchanged(self._model, self._device):
-            self.passage.run(
+            self.forward_only.run(
                 [parts[number] for number in numbers] if parts else [],
                 len(numbers),
                 lambda number, outputs: None,
