@@ -36,10 +36,25 @@ class Question(Protocol):
         """Return the part of a batch that travels; `wants_whole`: the user's preprocess needs all of it at the worker."""
 
     def for_stage(self, mesh: Mesh, stage: int, piece: Any, wants_whole: bool) -> Any:
-        """Return what a stage of a pipeline needs of it."""
+        """Return what a stage of a pipeline needs of it.
+
+        Args:
+            mesh: of the group.
+            stage: number of the stage, from 0.
+            piece: of a batch, as `part` gives it.
+            wants_whole: as for `part`.
+        """
 
     def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Evaluate | Predict:
-        """Return the record that asks."""
+        """Return the record that asks.
+
+        Args:
+            run_id: of the replicas.
+            request: number of the question.
+            rows: samples that count; 0: a stand-in.
+            tree: describes the batch in the payload.
+            grouped: all ranks of a group are asked.
+        """
 
     def check(self, answer: Message, payload: memoryview, rows: int) -> None:
         """Check an answer on a batch of so many rows as it arrives.
@@ -94,6 +109,11 @@ class BatchOrders:
 
         Replicas take whole batches in turn, as in plain PyTorch: nothing tells whether a loss or outputs of a part are those of
         the whole. The other replicas get its first rows as a stand-in.
+
+        Args:
+            request: number of the question.
+            batch: of the loader.
+            mesh: of the group.
         """
         (whole,) = (stand_in,) = self.splitter.split(batch.batch, [(0, batch.rows)], batch.rows)
         few = min(_STAND_IN_ROWS, batch.rows)

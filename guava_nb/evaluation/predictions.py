@@ -85,6 +85,12 @@ class Predictions(Mapping[str, Any]):
 def wanted_of(top_k: int, threshold: float | None, full: bool, raw: bool) -> Wanted:
     """Return the record of what a user asked for.
 
+    Args:
+        top_k: the most likely classes of each sample.
+        threshold: probability below which a sample is not kept; None: all are.
+        full: probabilities of all classes.
+        raw: outputs as they are.
+
     Raises:
         ConfigError: something is out of its range, or contradicts something else.
     """

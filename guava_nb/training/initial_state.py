@@ -99,6 +99,13 @@ def build_replica_set(
 ) -> ReplicaSet:
     """Return a replica set whose master was built from the factory, with the weights of a registered model if there is one.
 
+    Args:
+        run_id: name of the run.
+        spec: its record.
+        cells: shared ones, as text.
+        shared: their module here; None: there is none.
+        weights: the registered model; None: as the factory builds it.
+
     Raises:
         CheckpointError: the registered model is not what the factory builds.
         ConfigError: two tensors of it lie in the same memory, and the mode would part them.
@@ -196,6 +203,11 @@ def check_saved(last: ReplicaSet, why: str) -> None:
 
 def begun_anew(replica_set: ReplicaSet, last: ReplicaSet, strict: bool) -> str:
     """Return what begins anew although the weights go on, in a sentence; "" where nothing is known of.
+
+    Args:
+        replica_set: of the run that begins.
+        last: of the run before.
+        strict: refuse it (check="strict").
 
     Raises:
         ConfigError: the run is strict, and something that the last run changed begins anew.
