@@ -331,13 +331,7 @@ class Cluster:
             self.on_idle_leave(rank)
 
     def send(self, rank: int, message: Message, buffers: Buffers = ()) -> bool:
-        """Queue a message for a member; returns False when it is gone (its `Lost` event is on the way).
-
-        Args:
-            rank: of the member.
-            message: on the channel of its kind.
-            buffers: its payload, which must not change until the member has answered.
-        """
+        """Queue a message for a member, and the buffers of its payload as they are; returns False when it is gone."""
         session = self.seats.of(rank)
         if session is None:
             return False
@@ -349,12 +343,7 @@ class Cluster:
         return True
 
     def send_all(self, ranks: Iterable[int], message: Message, buffers: Buffers = ()) -> None:
-        """Queue one message for several members.
-
-        Args:
-            ranks: of the members; one that is gone is left out.
-            message, buffers: as for `send`.
-        """
+        """Queue one message for several members; one that is gone is left out."""
         for rank in ranks:
             self.send(rank, message, buffers)
 
@@ -440,11 +429,6 @@ class Cluster:
 
     def wait_for(self, count: int, timeout_s: float | None, on_wait: Callable[[int], None] | None = None) -> list[int]:
         """Wait until `count` workers are ready.
-
-        Args:
-            count: how many.
-            timeout_s: None waits without an end.
-            on_wait: called with the number that are ready, about four times a second.
 
         Raises:
             RendezvousTimeout: too few came within `timeout_s`.

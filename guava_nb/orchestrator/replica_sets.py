@@ -194,11 +194,6 @@ class ReplicaSets:
     def begin(self, composed: Composed, plan: TrainingPlan, options: TrainingOptions) -> ReplicaSet:
         """Build the master and bring it to where the run begins: a checkpoint, the last run, or the very start.
 
-        Args:
-            composed: the record of the run, with what it was made of.
-            plan: of the run; a checkpoint sets where its data begins.
-            options: as the user gave them.
-
         Raises:
             CheckpointError: the checkpoint cannot be read, or belongs to another model or optimizer.
             GuavaError: something cannot be built.
@@ -335,9 +330,6 @@ class ReplicaSets:
 
     def guess(self, composed: Composed, plan: TrainingPlan, options: TrainingOptions) -> tuple[ReplicaSet, bool]:
         """Return the replicas as a run would begin, as to sizes; and whether there would be an optimizer's state.
-
-        Args:
-            composed, plan, options: as for `begin`.
 
         Raises:
             ConfigError: the model lives in the worker's own process.

@@ -459,7 +459,6 @@ class Replica(BaseReplica):
 
 
 def _denominators(work: ShardWork, losses: Sequence[tuple[Loss, int]]) -> list[float | Tensor]:
-    """Return the denominator of each micro-batch's loss: its count, or its part of the step's samples."""
     return [rows / work.global_rows if loss.count is None else loss.count for loss, rows in losses]
 
 

@@ -190,11 +190,6 @@ class ReplicaSet(StateAtWorkers):
     def ask_ahead(self, job: Job, ranks: Iterable[int], timeout_s: float) -> set[int]:
         """Have newcomers build their replicas; those that take longer than `timeout_s` do so while the others train on.
 
-        Args:
-            job: of the run.
-            ranks: of the newcomers.
-            timeout_s: for which all wait.
-
         Returns:
             Who has answered, for `conclude`.
         """
@@ -389,12 +384,6 @@ class ReplicaSet(StateAtWorkers):
     @abstractmethod
     def load(self, job: Job, ranks: Iterable[int], state: Given, step: int) -> None:
         """Bring workers to a state; those that have proved to have built its weights are sent the rest of it.
-
-        Args:
-            job: of the run.
-            ranks: of the workers.
-            state: the state, or what gives it where it must be sent.
-            step: after which it was; -1: before the first.
 
         Raises:
             GroupLost: a member of the group was lost meanwhile.
