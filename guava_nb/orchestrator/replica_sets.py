@@ -36,7 +36,7 @@ from guava_nb.training import checkpoint
 from guava_nb.training.initial_state import (
     GOES_ON,
     begun_anew,
-    build_replica_set,
+    build_replicas,
     check_saved,
     from_checkpoint,
     from_last_run,
@@ -311,7 +311,7 @@ class ReplicaSets:
         if is_on_hub(weights):
             composed.spec = replace(composed.spec, pretrained=pinned(str(weights)))
         spec, instance = composed.spec, None if composed.spec.pretrained else self._registry.instance_for(composed.spec)
-        made = build_replica_set(self._past.next_id, spec, self._registry.cells, composed.shared, instance)
+        made = build_replicas(self._past.next_id, spec, self._registry.cells, composed.shared, instance)
         made.code, made.registered = composed.code, self._registry.instance_for(spec)
         made.checks = made.checks if self.trained is None else self.trained.checks
         added = [] if weights is None else _load(made, weights)
@@ -354,7 +354,7 @@ class ReplicaSets:
 
     def for_trial(self, composed: Composed, spec: RunSpec, run_id: str) -> ReplicaSet:
         """Return replicas that only play a few steps from new weights; what workers hold of others is brought here."""
-        made = build_replica_set(run_id, spec, self._registry.cells, composed.shared, None)
+        made = build_replicas(run_id, spec, self._registry.cells, composed.shared, None)
         made.code = composed.code
         return self._hold(made)
 
@@ -408,7 +408,7 @@ class ReplicaSets:
         made_of = (spec, cells, weights)
         if self._asked is None or self._asked[1] != made_of:
             state = None if trained is None else self.fetch(trained)
-            replica_set = build_replica_set(self._next_asked(), spec, cells, self._registry.shared(), instance)
+            replica_set = build_replicas(self._next_asked(), spec, cells, self._registry.shared(), instance)
             if state is not None and (problem := self._foreign(replica_set, spec, trained)):
                 self._notices.add(f"another model was chosen, and it was not trained yet ({problem})", "run")
             elif state is not None:

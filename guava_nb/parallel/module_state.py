@@ -81,7 +81,7 @@ def unheard() -> Iterator[None]:
     me = threading.get_ident()
     with _unheard_lock:
         if not _unheard:
-            sys.stdout = _Filter(sys.stdout)  # type: ignore[assignment]
+            sys.stdout = _Filter(sys.stdout)
         _unheard[me] = _unheard.get(me, 0) + 1
     try:
         yield

@@ -29,16 +29,7 @@ from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
 from guava_nb.training.plan import Logged, Position, TrainingPlan
 
-__all__ = [
-    "GOES_ON",
-    "build_replica_set",
-    "check_saved",
-    "from_checkpoint",
-    "from_last_run",
-    "goes_on",
-    "unfit",
-    "unlike",
-]
+__all__ = ["GOES_ON", "build_replicas", "check_saved", "from_checkpoint", "from_last_run", "goes_on", "unfit", "unlike"]
 
 # What a loaded optimizer state lacks, which torch would only find in the first step, at a worker.
 
@@ -94,7 +85,7 @@ GOES_ON = "goes on from the weights of the last run{}{}; --fresh (fresh=True) st
 _STATES = ("model", "buffers", "optimizer", "scheduler", "scaler", "outer")
 
 
-def build_replica_set(
+def build_replicas(
     run_id: str, spec: RunSpec, cells: Sequence[Cell], shared: ModuleType | None, weights: torch.nn.Module | None
 ) -> ReplicaSet:
     """Return a replica set whose master was built from the factory, with the weights of a registered model if there is one.
