@@ -69,7 +69,9 @@ class DemoOptions:
             raise ConfigError(f"--mode {self.mode} is unknown; choose one of: {', '.join(MODES)}")
         for word, given in (("--outer", self.outer), ("--sync-delay", self.sync_delay)):
             if given not in ("average", 0) and self.sync != "local":
-                raise ConfigError(f"{word} {given} is of rounds of local steps: give --sync local too, or leave it out")
+                raise ConfigError(
+                    f"{word} {given} belongs to rounds of local steps: add --sync local, or leave {word} out"
+                )
         TrainingOptions(criterion=LOSS, sync=self.sync, **self.rounds())  # refuses what a run would refuse
         if self.sync == "local" and self.mode != "data":
             raise ConfigError(f"--sync local lets every worker take steps of its own, and in {self.mode} mode none can")

@@ -331,7 +331,7 @@ class Cluster:
             self.on_idle_leave(rank)
 
     def send(self, rank: int, message: Message, buffers: Buffers = ()) -> bool:
-        """Queue a message for a member; returns False when it is gone (its `Lost` event is on the way)."""
+        """Queue a message for a member, and the buffers of its payload as they are; returns False when it is gone."""
         session = self.seats.of(rank)
         if session is None:
             return False
@@ -343,7 +343,7 @@ class Cluster:
         return True
 
     def send_all(self, ranks: Iterable[int], message: Message, buffers: Buffers = ()) -> None:
-        """Queue one message for several members."""
+        """Queue one message for several members; one that is gone is left out."""
         for rank in ranks:
             self.send(rank, message, buffers)
 

@@ -73,7 +73,7 @@ class _Seats(dict[int, Member]):
         hello = Hello(
             name=name, program="", versions={}, hostname="", device="", device_name="", device_uuid=""
         )  # fmt: skip
-        return Member(rank, name, hello, "lost", "it is long gone")
+        return Member(rank, name, hello, "lost", "it left long ago")
 
 
 @dataclass(slots=True)

@@ -32,14 +32,29 @@ _STAND_IN_ROWS = 2
 class Question(Protocol):
     """What is asked of every batch, and what becomes of the answers."""
 
-    def part(self, batch: Any, treated: bool) -> Any:
-        """Return the part of a batch that travels; `treated`: the user's preprocess needs all of it at the worker."""
+    def part(self, batch: Any, wants_whole: bool) -> Any:
+        """Return the part of a batch that travels; `wants_whole`: the user's preprocess needs all of it at the worker."""
 
-    def for_stage(self, mesh: Mesh, stage: int, piece: Any, treated: bool) -> Any:
-        """Return what a stage of a pipeline needs of it."""
+    def for_stage(self, mesh: Mesh, stage: int, piece: Any, wants_whole: bool) -> Any:
+        """Return what a stage of a pipeline needs of it.
+
+        Args:
+            mesh: of the group.
+            stage: number of the stage, from 0.
+            piece: of a batch, as `part` gives it.
+            wants_whole: as for `part`.
+        """
 
     def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Evaluate | Predict:
-        """Return the record that asks."""
+        """Return the record that asks.
+
+        Args:
+            run_id: of the replicas.
+            request: number of the question.
+            rows: samples that count; 0: a stand-in.
+            tree: describes the batch in the payload.
+            grouped: all ranks of a group are asked.
+        """
 
     def check(self, answer: Message, payload: memoryview, rows: int) -> None:
         """Check an answer on a batch of so many rows as it arrives.
@@ -64,7 +79,7 @@ class BatchOrders:
     Attributes:
         question: what is asked.
         run_id: of the replicas.
-        treated: the user's preprocess needs whole batches at the worker.
+        wants_whole: the user's preprocess needs whole batches at the worker.
         writer: knows which rows workers hold.
         splitter: cuts the batches.
 
@@ -74,7 +89,7 @@ class BatchOrders:
 
     question: Question
     run_id: str
-    treated: bool
+    wants_whole: bool
     writer: RowWriter
     splitter: RowSplitter = field(default_factory=RowSplitter)
 
@@ -84,19 +99,24 @@ class BatchOrders:
 
     def whole(self, request: int, batch: LoadedBatch) -> Order:
         """Ask one worker about a batch."""
-        part: Any = self.question.part(batch.batch, self.treated)
+        part: Any = self.question.part(batch.batch, self.wants_whole)
         if not batch.source:
             part = taken_apart(self.writer, part, batch.rows, self.splitter)
         return self._record(request, batch, batch.rows, False), OutgoingBatch([part], single=True)
 
     def _marks(self, mesh: Mesh, piece: Any, rows: int) -> tuple[bytes, ...]:
-        return micro_batch_marks(mesh, self.splitter, [piece], [rows], self.treated)
+        return micro_batch_marks(mesh, self.splitter, [piece], [rows], self.wants_whole)
 
     def shared(self, request: int, batch: LoadedBatch, mesh: Mesh) -> list[Order]:
         """Ask a group about what the question takes of a batch, in order of rank.
 
         Replicas take whole batches in turn, as in plain PyTorch: nothing tells whether a loss or outputs of a part are those of
         the whole. The other replicas get its first rows as a stand-in.
+
+        Args:
+            request: number of the question.
+            batch: of the loader.
+            mesh: of the group.
         """
         (whole,) = (stand_in,) = self.splitter.split(batch.batch, [(0, batch.rows)], batch.rows)
         few = min(_STAND_IN_ROWS, batch.rows)
@@ -107,10 +127,10 @@ class BatchOrders:
             in_turn = rank // (mesh.stages * mesh.tensor) == batch.index % mesh.data
             rows, held = (batch.rows, batch.rows) if in_turn else (0, few)
             if rank % mesh.tensor == 0:  # the ranks that share layers share one batch
-                piece: Any = self.question.part(whole if in_turn else stand_in, self.treated)
+                piece: Any = self.question.part(whole if in_turn else stand_in, self.wants_whole)
                 axes = self._marks(mesh, piece, held) if isinstance(piece, ARRAYS) else ()
                 if mesh.stages > 1:
-                    piece = self.question.for_stage(mesh, mesh.stage_of(rank), piece, self.treated)
+                    piece = self.question.for_stage(mesh, mesh.stage_of(rank), piece, self.wants_whole)
                 # Inputs alone have become the first of a pair.
                 axes = tuple(b"\0" + marks for marks in axes) or self._marks(mesh, piece, held)
                 piece = taken_apart(self.writer, piece, held, self.splitter)

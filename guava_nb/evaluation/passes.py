@@ -114,9 +114,9 @@ class Pass(ABC):
         """
         self._question, self._progress = question, progress or self._progress
         replicas = self._replica_set
-        treated = replicas.spec.preprocess is not None
+        wants_whole = replicas.spec.preprocess is not None
         splitter = RowSplitter(self._split_fn, feed.reading)
-        self._orders = BatchOrders(question, replicas.run_id, treated, replicas.writer, splitter)
+        self._orders = BatchOrders(question, replicas.run_id, wants_whole, replicas.writer, splitter)
         self._done, self._total = 0, feed.samples_per_epoch
         self._asked.clear()
         feeder = BatchFeeder(feed.epoch(skip_batches), 1, WINDOW, lambda: self._job.post(Wake()))

@@ -85,6 +85,12 @@ class Predictions(Mapping[str, Any]):
 def wanted_of(top_k: int, threshold: float | None, full: bool, raw: bool) -> Wanted:
     """Return the record of what a user asked for.
 
+    Args:
+        top_k: the most likely classes of each sample.
+        threshold: probability below which a sample is not kept; None: all are.
+        full: probabilities of all classes.
+        raw: outputs as they are.
+
     Raises:
         ConfigError: something is out of its range, or contradicts something else.
     """
@@ -141,13 +147,13 @@ class Prediction:
         if row_bytes is not None:
             self._estimate(row_bytes, f"{row_bytes} bytes")
 
-    def part(self, batch: Any, treated: bool) -> Any:
+    def part(self, batch: Any, wants_whole: bool) -> Any:
         """Return the inputs alone, unless a function of the user's needs the whole batch."""
-        return batch if treated or self._wanted.step is not None else without_targets(batch)
+        return batch if wants_whole or self._wanted.step is not None else without_targets(batch)
 
-    def for_stage(self, mesh: Mesh, stage: int, piece: Any, treated: bool) -> Any:
+    def for_stage(self, mesh: Mesh, stage: int, piece: Any, wants_whole: bool) -> Any:
         """Return the inputs for the first stage; the whole batch where it is preprocessed there."""
-        if treated:
+        if wants_whole:
             return piece if stage == 0 else None
         return (inputs_of(piece) if stage == 0 else None, None)
 

@@ -246,7 +246,13 @@ class DiskResults:
 
 
 def npy_header(rows: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """Return the first bytes of a .npy file of so many rows, always equally many bytes."""
+    """Return the first bytes of a .npy file of so many rows, always equally many bytes.
+
+    Args:
+        rows: of the file.
+        dtype: of an element.
+        shape: of a row.
+    """
     text = repr({"descr": dtype.str, "fortran_order": False, "shape": (rows, *shape)}).encode("latin1")
     length = HEADER_BYTES - 10  # magic, version and this length come before it
     return b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + text.ljust(length - 1) + b"\n"

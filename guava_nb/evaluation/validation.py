@@ -61,13 +61,13 @@ class Validation:
         self._nll: float | None = 0.0
         self._rows = self._scored = 0
 
-    def part(self, batch: Any, treated: bool) -> Any:
+    def part(self, batch: Any, wants_whole: bool) -> Any:
         """Return the whole batch: the loss needs the targets."""
         return batch
 
-    def for_stage(self, mesh: Mesh, stage: int, piece: Any, treated: bool) -> Any:
+    def for_stage(self, mesh: Mesh, stage: int, piece: Any, wants_whole: bool) -> Any:
         """Return inputs for the first stage, targets for the last; for both the whole batch where it is preprocessed."""
-        return parts_for(mesh, stage, [piece], treated)[0]
+        return parts_for(mesh, stage, [piece], wants_whole)[0]
 
     def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Evaluate:
         """Return the record that asks for the sums over a batch."""

@@ -111,7 +111,6 @@ class ExportFacts:
         run_id, spec, cells: of the run.
         workers: that took part when it began.
         is_from_seed: its first weights are those that the seed gives.
-        weights: of what else they are, in words.
         num_epochs, max_steps, accumulation_steps: see `TrainingPlan`.
         loader: how its data is drawn.
         left_out: what the run does beside training, in words, which a program does not.

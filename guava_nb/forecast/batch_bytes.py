@@ -95,8 +95,8 @@ def training_batches(run: RunFacts, exchanged: Traffic = NOTHING) -> Feeding:
             tasks, shards = plan_step(head, group, team, weights, splitter, writer)
             return [(task.owner, *shard, task.rows) for task, shard in zip(tasks, shards, strict=True)]
         shares = shares_of(group, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
-        treated = run.spec.wants_whole_batches
-        tasks, shards = tasks_of(head, mesh, team, shares, treated, writer, splitter)
+        wants_whole = run.spec.wants_whole_batches
+        tasks, shards = tasks_of(head, mesh, team, shares, wants_whole, writer, splitter)
         rows = sum(batch.rows for batch in group)
         return [(task.owner, *shard, 0 if task.index else rows) for task, shard in zip(tasks, shards, strict=True)]
 

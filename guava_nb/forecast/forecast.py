@@ -83,7 +83,7 @@ class Parts:
         validation: batches to validate on; None without.
         val_interval: optimizer steps between validations; None validates after each epoch.
         state: the whole state, once back to the orchestrator.
-        state_steps: optimizer steps after which it comes (snapshots, checkpoints); `each_epoch` after every epoch but the last.
+        state_every: optimizer steps after which it comes (snapshots, checkpoints); `each_epoch`: after every epoch but the last.
         ends_with_state: the state of the last step comes back at the end.
     """
 

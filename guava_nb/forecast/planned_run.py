@@ -63,7 +63,7 @@ class PlannedRun:
     """A run that may be begun.
 
     Attributes:
-        ensemble, plan, composed: of it.
+        replica_set, plan, composed: of it.
         workers: how many take part.
         trained: its state at the start has an optimizer's.
         budget_bytes: 0 without a budget.

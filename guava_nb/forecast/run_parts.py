@@ -16,6 +16,7 @@ from guava_nb.forecast.batch_bytes import training_batches, validation_batches
 from guava_nb.forecast.forecast import Parts
 from guava_nb.forecast.run_facts import HASH, Exchanged, RunFacts
 from guava_nb.nested import leaves, map_leaves
+from guava_nb.parallel.module_state import unheard
 from guava_nb.protocol import messages
 from guava_nb.protocol.tensor_bounds import ITEM_BYTES
 from guava_nb.replica.optimizer import build_optimizer
@@ -166,7 +167,8 @@ def _stepped(run: RunFacts, device: str) -> Any:
     optimizer = build_optimizer(run.replica_set.spec.optimizer, list(clones.items()), run.resolve)
     for value in clones.values():
         value.grad = torch.zeros_like(value) if value.requires_grad else None
-    optimizer.step()
+    with unheard():
+        optimizer.step()
     return optimizer.state_dict()
 
 

@@ -335,7 +335,7 @@ def _sent(work: SyncWork, every: int) -> str:
     density = work.density
     if density is None:
         return (
-            f", sent as {work.round_wire} (wire): what a message leaves out goes with the next"
+            f", sent as {work.round_wire} (wire): what a message leaves out is sent with the next one"
             if work.round_wire
             else ""
         )

@@ -2,6 +2,8 @@
 
 Floating-point addition is not associative: adding in the order of arrival would give other bits in every run. So a
 contribution that comes early waits until all shards before it have been added. Knows tensors; knows nothing of sessions.
+
+Shapes: a bucket is flat, [N], and so is each contribution; a sparse one is a COO tensor [N] whose places are ascending.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _ROW = 4096
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every element is finite."""
+    """Whether every element is finite; any shape, dense or sparse."""
     if tensor.is_sparse:
         tensor = tensor.values()
     if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
@@ -35,7 +37,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def square_sum(tensor: torch.Tensor) -> float:
-    """Return the sum of the squares of all elements' sizes."""
+    """Return the sum of the squares of all elements' sizes, as Python's float; any dense shape."""
     array = _real_array(tensor)
     if array is None:
         return float(torch.linalg.vector_norm(tensor)) ** 2
@@ -46,7 +48,10 @@ def square_sum(tensor: torch.Tensor) -> float:
 
 
 def _real_array(tensor: torch.Tensor) -> np.ndarray | None:
-    """The elements as one row of real numbers, in the tensor's own memory; None where NumPy has no such type or memory."""
+    """Return the elements as a row of real numbers, `[numel]` (complex ones `[2 numel]`), in the tensor's own memory.
+
+    None where NumPy has no such type or memory.
+    """
     if tensor.dtype not in _NUMPY or tensor.is_sparse or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
     flat = tensor.detach().reshape(-1)
@@ -75,7 +80,16 @@ class BucketSum:
         self._waiting: dict[int, torch.Tensor] = {}
 
     def add(self, shard: int, tensor: torch.Tensor, present: bytes) -> None:
-        """Take one shard's contribution; the tensor must not be used by the caller afterwards."""
+        """Take one shard's contribution, `[N]`.
+
+        Args:
+            shard: its number, from 0.
+            tensor: must not be used by the caller afterwards.
+            present: which parameters it has, one bit each.
+
+        Raises:
+            TrainingError: an earlier shard sent another number of elements.
+        """
         self._present |= int.from_bytes(present, "little")
         self._waiting[shard] = tensor
         while self._next in self._waiting:
@@ -83,6 +97,7 @@ class BucketSum:
             self._next += 1
 
     def _accumulate(self, tensor: torch.Tensor) -> None:
+        """Add the contribution `[N]` of the next shard in order."""
         if self._of_senders:
             senders = tensor.bool().to(torch.int32)  # 1 where it is not 0
             self._senders = senders.to_dense() if self._senders is None else self._senders.add_(senders)
@@ -107,7 +122,10 @@ class BucketSum:
         return self._next == self.num_shards
 
     def result(self, present_bytes: int) -> tuple[bytes, torch.Tensor]:
-        """Return the union of the presence bits, and the sum or mean; only when complete."""
+        """Return the union of the presence bits, `present_bytes` long, and the sum or mean, `[N]`; only when complete.
+
+        A sum is the accumulator's own memory, which is the first shard's.
+        """
         assert self._total is not None and self.complete, "asked for the sum of an incomplete bucket"
         mean = self._total if self._senders is None else self._total / self._senders.clamp(min=1)
         return self._present.to_bytes(present_bytes, "little"), mean

@@ -164,7 +164,13 @@ class RelayGroup:
     # -------------------------------------------------------------------------------------------------------- traffic
 
     def piece(self, rank: int, piece: Piece, payload: memoryview) -> list[Action]:
-        """A rank's part of a collective."""
+        """A rank's part of a collective.
+
+        Args:
+            rank: of the sender.
+            piece: its record: which call, which part.
+            payload: its bytes, at most 1 MiB.
+        """
         if self.broken:
             return []
         actions = self._called(rank, piece.sequence, piece.call) if piece.call is not None else []
@@ -178,7 +184,13 @@ class RelayGroup:
         return actions
 
     def parcel(self, rank: int, parcel: Parcel, payload: memoryview) -> list[Action]:
-        """A part of a tensor from rank to rank."""
+        """A part of a tensor from rank to rank.
+
+        Args:
+            rank: of the sender.
+            parcel: its record: to whom, which part.
+            payload: its bytes, at most 1 MiB.
+        """
         if self.broken or not 0 <= parcel.target < self.size:
             return []
         actions = self._pass_on((parcel.target,), msgspec.structs.replace(parcel, source=rank, confirm=False), payload)

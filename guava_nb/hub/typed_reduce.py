@@ -104,6 +104,7 @@ def reduce_bytes(reduction: str, dtype: str, parts: Sequence[memoryview]) -> mem
 
 
 def _accumulate(add: _Binary, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Reduce tensors of one shape in the order of ranks, into the memory of the first or a wider copy of it."""
     wide = _wide(parts[0].dtype)
     total = parts[0].to(wide) if wide is not None else parts[0]
     for part in parts[1:]:
@@ -123,6 +124,7 @@ def _is_real(dtype: torch.dtype) -> bool:
 
 
 def _tensor(dtype: str, part: memoryview) -> torch.Tensor:
+    """Return received bytes as a tensor, `[elements]`; it shares their memory where that is aligned and writable."""
     view = memoryview(bytearray(part)) if part.readonly else part
     raw = torch.frombuffer(view, dtype=torch.uint8)
     # A chunk lies where its allocation begins, hence aligned; a slice of something else may not be.

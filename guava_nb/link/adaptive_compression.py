@@ -51,7 +51,13 @@ class Payoff:
         return self._left < 0
 
     def measured(self, raw_bytes: int, packed_bytes: int, seconds: float, rate_bytes_s: float | None) -> None:
-        """A chunk was compressed: learn from it."""
+        """A chunk was compressed: learn from it.
+
+        Args:
+            raw_bytes, packed_bytes: of the chunk, before and after.
+            seconds: that compressing took.
+            rate_bytes_s: of the line; None: not measured yet.
+        """
         if rate_bytes_s is None:
             return
         self.pays = seconds + packed_bytes / rate_bytes_s < GAIN * raw_bytes / rate_bytes_s
@@ -81,7 +87,13 @@ class AdaptiveCompression:
         self._payoffs = {channel: Payoff() for channel in CHANNELS}
 
     def wants(self, channel: Channel, nbytes: int, rate_bytes_s: float | None) -> bool:
-        """Whether a frame of so many bytes shall pass through `squeeze`."""
+        """Whether a frame of so many bytes shall pass through `squeeze`.
+
+        Args:
+            channel: of the frame.
+            nbytes: of its chunk.
+            rate_bytes_s: of the line; None: not measured yet.
+        """
         if self._mode == "off" or nbytes < MIN_BYTES or channel not in CHANNELS:
             return False
         return self._mode == "on" or self._payoffs[channel].wants(rate_bytes_s)

@@ -118,6 +118,11 @@ def send_record(stream: Stream, record: Message) -> None:
 def receive_record(stream: Stream, decoder: Decoder, deadline: Deadline) -> tuple[Arrived, list[Arrived]]:
     """Wait for the next message.
 
+    Args:
+        stream: after its proof.
+        decoder: of that stream.
+        deadline: of the whole beginning of a connection.
+
     Returns:
         The message, and those that came whole in the same read.
 

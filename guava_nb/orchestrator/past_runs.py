@@ -25,7 +25,7 @@ MOST = 50
 #: Seconds between two writings of the run that goes on, at first and at most: so much of its curves is lost with a killed kernel.
 FIRST_KEPT_S, KEEP_EVERY_S = 1.0, 10.0
 _SUFFIX, _NOW_SUFFIX = ".runs", ".run-now"
-KILLED = "its kernel ended while it went on"
+KILLED = "its kernel ended while it went on; its figures were written down up to 10 s before that"
 
 
 class PastRuns:

@@ -37,7 +37,7 @@ from guava_nb.training import checkpoint
 from guava_nb.training.initial_state import (
     GOES_ON,
     begun_anew,
-    build_ensemble,
+    build_replicas,
     check_saved,
     from_checkpoint,
     from_last_run,
@@ -290,7 +290,7 @@ class ReplicaSets:
         holds_nothing = self.trained is None and self._replaced is None and self._asked is None
         if is_begun := holds_nothing and options.weights is None:
             begin_building(self._cluster(), self._past.next_id, spec, self._registry.cells)
-        replica_set = self._build(composed, options.weights)
+        replica_set = self._build(composed, options.weights, resumes)
         replica_set.is_begun = is_begun
         if not fresh and last is not None:
             self._notices.add(from_last_run(replica_set, last, self.fetch), "run")
@@ -318,15 +318,19 @@ class ReplicaSets:
         self._notices.add(GOES_ON.format("", ""), "run")
         return made
 
-    def _build(self, composed: Composed, weights: str | Path | None = None) -> ReplicaSet:
+    def _build(self, composed: Composed, weights: str | Path | None = None, resumes: bool = False) -> ReplicaSet:
         if is_on_hub(weights):
             composed.spec = replace(composed.spec, pretrained=pinned(str(weights)))
         spec, instance = composed.spec, None if composed.spec.pretrained else self._registry.instance_for(composed.spec)
-        made = build_ensemble(self._past.next_id, spec, self._registry.cells, composed.shared, instance)
+        made = build_replicas(self._past.next_id, spec, self._registry.cells, composed.shared, instance)
         made.code, made.registered = composed.code, self._registry.instance_for(spec)
         made.checks = made.checks if self.trained is None else self.trained.checks
-        if weights is not None:
-            _load(made, weights, self._notices)
+        added = [] if weights is None else _load(made, weights)
+        if added and not resumes:  # else they come from the checkpoint
+            names = ", ".join(added[:3]) + (f" and {len(added) - 3} more" if len(added) > 3 else "")
+            self._notices.add(
+                f"{weights} has no values of this shape for {names}: these begin as the model is built", "run"
+            )
         return made
 
     def launched(self, replica_set: ReplicaSet) -> None:
@@ -348,7 +352,7 @@ class ReplicaSets:
                 "a model that lives in the worker's own process is not known here before a run asks for it, so there is no "
                 "forecast; a budget still holds"
             )
-        replica_set = self._build(composed, options.weights)
+        replica_set = self._build(composed, options.weights, start is not None)
         if start is not None:
             from_checkpoint(replica_set, plan, *start, rewind=False)
         is_new = options.fresh or start is not None or options.weights is not None
@@ -361,7 +365,7 @@ class ReplicaSets:
 
     def for_trial(self, composed: Composed, spec: RunSpec, run_id: str) -> ReplicaSet:
         """Return replicas that only play a few steps from new weights; what workers hold of others is brought here."""
-        made = build_ensemble(run_id, spec, self._registry.cells, composed.shared, None)
+        made = build_replicas(run_id, spec, self._registry.cells, composed.shared, None)
         made.code = composed.code
         return self._hold(made)
 
@@ -415,7 +419,7 @@ class ReplicaSets:
         made_of = (spec, cells, weights)
         if self._asked is None or self._asked[1] != made_of:
             state = None if trained is None else self.fetch(trained)
-            replica_set = build_ensemble(self._next_asked(), spec, cells, self._registry.shared(), instance)
+            replica_set = build_replicas(self._next_asked(), spec, cells, self._registry.shared(), instance)
             if state is not None and (problem := self._foreign(replica_set, spec, trained)):
                 self._notices.add(f"another model was chosen, and it was not trained yet ({problem})", "run")
             elif state is not None:
@@ -465,18 +469,17 @@ def _drop_all(replica_set: ReplicaSet) -> None:
         replica_set.drop(rank)
 
 
-def _load(made: ReplicaSet, weights: str | Path, notices: Notices) -> None:
-    """Load weights into the master, where it was not built with them; what learns and is not there is told."""
-    model, pretrained, added = made.master.model, made.spec.pretrained, list[str]()
+def _load(made: ReplicaSet, weights: str | Path) -> list[str]:
+    """Load weights into the master, where it was not built with them; returns what learns and is not among them."""
+    model, pretrained = made.master.model, made.spec.pretrained
     if not pretrained:
         state, added = fitting_weights(Path(weights).expanduser(), model)
         made.master.load_state({"model": state})
         made.from_seed = False
-    elif not all(one.requires_grad for one in model.parameters()):  # else all of it is there
-        added = load_pretrained(pretrained, model)
-    if added:
-        names = ", ".join(added[:3]) + (f" and {len(added) - 3} more" if len(added) > 3 else "")
-        notices.add(f"not in {weights} in this shape, begins as the model is built: {names}", "run")
+        return added
+    if all(one.requires_grad for one in model.parameters()):  # then all of it is there
+        return []
+    return load_pretrained(pretrained, model)
 
 
 def _check_buffers(replica_set: ReplicaSet) -> None:

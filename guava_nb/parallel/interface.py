@@ -66,7 +66,14 @@ class ModelPart(Protocol):
         """
 
     def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, observer: Observer | None = None) -> Measured:
-        """Do a forward only and score the outputs; `observer` sees real outputs and targets where they are."""
+        """Do a forward only and score the outputs; `observer` sees real outputs and targets where they are.
+
+        Args:
+            batch: `(inputs, targets)`, or what the user's step takes.
+            rows: samples in it.
+            stand_in: take part with nothing of one's own.
+            observer: sees real outputs and targets where they are.
+        """
 
     def predict_batch(self, batch: Any, rows: int, forward: Forward, stand_in: bool = False) -> list[Predicted]:
         """Do a forward only and return outputs and rows of each micro-batch, on ranks that have them; others have none.

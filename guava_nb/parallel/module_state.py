@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +16,10 @@ from guava_nb.errors import TrainingError
 from guava_nb.nested import map_leaves
 from guava_nb.random_streams import streams_kept
 
-__all__ = ["back_to", "evaluating", "late_gradient", "to_device", "unchanged"]
+__all__ = ["back_to", "evaluating", "late_gradient", "to_device", "unchanged", "unheard"]
+
+_unheard: dict[int, int] = {}  # by thread: how many blocks it is in
+_unheard_lock = threading.Lock()
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -55,6 +60,38 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in before:
                     buffer.copy_(value)
+
+
+class _Filter:
+    """A text stream that drops what threads in `unheard` write; all else is the stream's own."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() in _unheard else int(self.stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Drop what this thread prints: code of the user's that is tried on stand-ins would be taken for the run itself."""
+    me = threading.get_ident()
+    with _unheard_lock:
+        if not _unheard:
+            sys.stdout = _Filter(sys.stdout)
+        _unheard[me] = _unheard.get(me, 0) + 1
+    try:
+        yield
+    finally:
+        with _unheard_lock:
+            _unheard[me] -= 1
+            if not _unheard[me]:
+                del _unheard[me]
+            if not _unheard and isinstance(sys.stdout, _Filter):
+                sys.stdout = sys.stdout.stream
 
 
 def late_gradient(name: str) -> TrainingError:

@@ -22,6 +22,7 @@ from guava_nb.errors import ConfigError
 from guava_nb.nested import leaves
 from guava_nb.parallel.blocks import repeated_blocks
 from guava_nb.parallel.loss_interface import MakeOptimizer
+from guava_nb.parallel.module_state import unheard
 from guava_nb.parallel.replicas.zero1 import keep_owned, owners
 from guava_nb.parallel.state.full_state import local_part
 from guava_nb.parallel.state.shard_layout import chunk_bounds, even_bounds
@@ -104,6 +105,14 @@ def _parts(model: nn.Module, spec: ParallelSpec, plan: Plan) -> Iterator[_Part]:
 
 
 def _half(dims: Mapping[str, int], half: int, name: str, value: Tensor) -> Tensor:
+    """Return one half of a stand-in along the dim that the plan cuts, a view; the whole where it cuts none.
+
+    Args:
+        dims: the dim that is cut, by parameter.
+        half: 0 or 1.
+        name: of the parameter.
+        value: its stand-in.
+    """
     dim = dims.get(name)
     if dim is None or value.shape[dim] < 2:
         return value
@@ -112,10 +121,12 @@ def _half(dims: Mapping[str, int], half: int, name: str, value: Tensor) -> Tenso
 
 
 def _if_in(here: Collection[str], name: str, value: Tensor) -> Tensor | None:
+    """Return a stand-in where its parameter is among those that are here, else None."""
     return value if name in here else None
 
 
 def _rows(mesh: DeviceMesh, name: str, value: Tensor) -> Tensor:
+    """Return a stand-in as ZeRO 2 and 3 would hold it on this mesh: a DTensor cut by its first dim; scalars stay whole."""
     if value.ndim == 0 or value.numel() == 0:
         return value
     start, end = chunk_bounds(len(value), mesh.size(), mesh.get_local_rank())
@@ -171,7 +182,7 @@ def _compare(model: nn.Module, make: MakeOptimizer, parts: Sequence[_Part], size
     first = _stand_ins(model, torch.Generator().manual_seed(0))
     gradients = [_stand_ins(model, torch.Generator().manual_seed(1 + n), size) for n, size in enumerate(sizes)]
     play = partial(_play, make, {n: p.requires_grad for n, p in model.named_parameters()}, [first, *gradients])
-    with torch.random.fork_rng(devices=[]), WithoutRandomness():
+    with torch.random.fork_rng(devices=[]), WithoutRandomness(), unheard():
         whole = play(_Part(lambda _, value: value, "", ""))
         for part in parts:
             if whole.problem is not None:  # on whole parameters it fails as well, which the run will say

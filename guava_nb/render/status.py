@@ -199,7 +199,7 @@ def _left_s(run: RunStatus) -> float | None:
 def _steps(run: RunStatus) -> str:
     if not run.steps_before:
         return f"{run.step} in {run.epoch} of {run.num_epochs} epochs"
-    return f"{run.step} after the {run.steps_before} of the checkpoint, now at epoch {run.epoch} of {run.num_epochs}"
+    return f"{run.step} after {run.steps_before} done before, now at epoch {run.epoch} of {run.num_epochs}"
 
 
 def _validation(point: Validated) -> str:

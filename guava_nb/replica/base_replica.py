@@ -217,6 +217,16 @@ class BaseReplica(ABC):
                 raise ApplyFailed(applied=True) from error
 
     def _step_or_undo(self, sums: Buckets | None, factor: float | Tensor, step: int = 0) -> None:
+        """Take the optimizer's step, or leave all as it was.
+
+        Args:
+            sums: of all buckets; None: the gradients that are here.
+            factor: of the gradients.
+            step: its number, from 0; an optimizer that draws random numbers draws those of the step.
+
+        Raises:
+            ApplyFailed: the user's optimizer raised, and all is as before.
+        """
         self._buffers.begin_step()
         if self._undo is not None:
             self._undo.begin(self._buffers.committed().values())
@@ -414,7 +424,7 @@ def explained(part: str) -> Iterator[None]:
 
 
 def pick(sums: Buckets, number: int) -> tuple[bytes, Tensor]:
-    """Return what came for a bucket.
+    """Return what came for a bucket: presence bits and flat tensor, `[numel]`.
 
     Raises:
         LocalProtocolError: nothing did.

@@ -164,7 +164,12 @@ class Bucket:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def not_finite(self, flat: Tensor, present: bytes) -> list[str]:
-        """Return the names whose values contain NaN or Inf; of buffers only those that are `present` lie in `flat`."""
+        """Return the names whose values in a flat tensor contain NaN or Inf.
+
+        Args:
+            flat: `[numel]`; of buffers only those that are `present` lie in it.
+            present: presence bits.
+        """
         bits = present_at(present, len(self.names)) if self.index == BUFFERS else [True] * len(self.names)
         chosen = [i for i, bit in enumerate(bits) if bit]
         parts = flat.split([self.sizes[i] for i in chosen])  # type: ignore[no-untyped-call]
@@ -284,6 +289,11 @@ class BucketWire:
     def decode(self, number: int, tensor: FlatTensor, payload: memoryview) -> Tensor:
         """Return the flat tensor, `[numel]`, of a bucket that came; its memory is the payload's where nothing was encoded.
 
+        Args:
+            number: of the bucket.
+            tensor: what the message says of it.
+            payload: of the message, of a peer that is not believed.
+
         Raises:
             RemoteProtocolError: the payload is none of that bucket.
         """
@@ -294,7 +304,11 @@ class BucketWire:
         return wire_format.decode(payload, bucket.numel, bucket.dtype)
 
     def decode_part(self, number: int, tensor: FlatTensor, payload: memoryview) -> Tensor:
-        """Return what a shard sent of a bucket, to be added up, as `decode` does; a sparse message stays a sparse tensor."""
+        """Return what a shard sent of a bucket, to be added up, as `decode` does; a sparse message stays a sparse tensor.
+
+        Args:
+            number, tensor, payload: as for `decode`, whose errors it has.
+        """
         bucket, wire_format = self._layout.bucket(number), self._format_of(number)
         if isinstance(wire_format, TopK) and bucket.numel:
             return wire_format.decode_sparse(payload, bucket.numel, bucket.dtype)
@@ -367,6 +381,7 @@ def build_layout(model: nn.Module, bucket_bytes: int, wire: WireFormat = WIRE_FO
 
 
 def _shapes(named: Iterable[tuple[str, Tensor]]) -> tuple[tuple[int, ...], ...]:
+    """Return the tensors' shapes, in order."""
     return tuple(tuple(tensor.shape) for _, tensor in named)
 
 

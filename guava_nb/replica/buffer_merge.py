@@ -1,6 +1,9 @@
 """What became of a model's buffers in one step, merged from what the shards did to them.
 
 Knows changes and their shards' samples; `guava_nb.parallel.replicas.buffer_policy` has the rules.
+
+Shapes: a shard's contribution is flat, [N]: the changes of the buffers that its presence bits name, one after another, each as
+`buffer_policy.change_of` gives it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,12 @@ __all__ = ["BufferMerge", "changes_in"]
 
 
 def changes_in(bucket: Bucket, tensor: Tensor, present: bytes) -> dict[int, Tensor]:
-    """Cut one shard's flat tensor into its changes, by their places in the bucket.
+    """Cut one shard's flat tensor, `[N]`, into its changes, views, by their places in the bucket.
+
+    Args:
+        bucket: the buffers.
+        tensor: `[N]`.
+        present: which of them changed, one bit each.
 
     Raises:
         TrainingError: it is not as large as its presence bits say.
@@ -54,7 +62,12 @@ class BufferMerge:
         self.unlike: tuple[str, ...] = ()
 
     def add(self, shard: int, tensor: Tensor, present: bytes) -> None:
-        """Take one shard's changes; the tensor must not be used by the caller afterwards.
+        """Take one shard's changes, `[N]`.
+
+        Args:
+            shard: its number, from 0.
+            tensor: must not be used by the caller afterwards.
+            present: which buffers changed, one bit each.
 
         Raises:
             TrainingError: it is not as large as its presence bits say.
@@ -67,7 +80,7 @@ class BufferMerge:
         return len(self._changes) == len(self._rows)
 
     def result(self, present_bytes: int) -> tuple[bytes, Tensor]:
-        """Return which buffers moved in any shard, and their changes as one flat tensor; only when complete."""
+        """Return which buffers moved in any shard, one bit each, and their changes, `[N]`; only when complete."""
         assert self.complete, "asked for the changes of an incomplete step"
         shards = [shard for shard, rows in enumerate(self._rows) if rows]
         moved = sorted(set().union(*(self._changes[shard] for shard in shards)))
@@ -77,6 +90,7 @@ class BufferMerge:
         return pack_present([i in moved for i in range(len(self._bucket.names))]), flat
 
     def _merged(self, index: int, shards: Sequence[int]) -> Tensor:
+        """Return one change of a buffer, flat, of those of the shards that had samples."""
         nothing = torch.zeros(self._bucket.sizes[index], dtype=self._bucket.dtype)
         changes = [self._changes[shard].get(index, nothing) for shard in shards]
         rows = [self._rows[shard] for shard in shards]

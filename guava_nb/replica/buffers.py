@@ -7,6 +7,9 @@ Knows their values; knows nothing of gradients or the network. The policy:
   `guava_nb.parallel.replicas.buffer_policy`;
 - only what moves travels. Running statistics of normalisation layers always do; any other buffer does in the steps in
   which a forward changed it. Masks and position tables may be larger than the model and may hold infinities.
+
+Shapes: what a shard hands over is flat, [N]: the changes of those tensors that moved, one after another, in the order of the
+bucket's names, each as `buffer_policy.change_of` gives it; presence bits say which. All of it is in the bucket's dtype.
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ class BufferBook:
 
     @property
     def saved(self) -> list[Tensor]:
-        """The committed values, to be given to `reopen`."""
+        """The committed values, to be given to `reopen`; a list of its own, the tensors are not copied."""
         return list(self._saved)
 
     def reopen(self, saved: list[Tensor]) -> None:
@@ -129,7 +132,7 @@ class BufferBook:
             self._touched = False
 
     def flatten(self) -> tuple[bytes, Tensor]:
-        """Return which tensors moved in this shard, and by how much, as one flat CPU tensor.
+        """Return which tensors moved in this shard, as presence bits, and by how much, `[N]` on the CPU, memory of its own.
 
         Raises:
             TrainingError: one changed its shape, or by so much that the new value is lost.
@@ -188,12 +191,16 @@ class BufferBook:
                 module._buffers[key] = held
 
     def nothing(self) -> tuple[bytes, Tensor]:
-        """Return what a shard without samples hands over."""
+        """Return what a shard without samples hands over: no presence bit, and `[0]`."""
         assert self._bucket is not None
         return bytes(self._bucket.present_bytes), torch.empty(0, dtype=self._bucket.dtype)
 
     def adopt(self, present: bytes, flat: Tensor) -> None:
         """Commit what all shards' changes came to.
+
+        Args:
+            present: which tensors changed, one bit each.
+            flat: `[N]`.
 
         Raises:
             LocalProtocolError: they do not fit this model.
@@ -236,7 +243,7 @@ class BufferBook:
         self._previous = {}
 
     def last_changes(self) -> tuple[bytes, Tensor]:
-        """Return which tensors the last step changed, hooks of the optimizer included, and by how much, as `flatten` does."""
+        """Return which tensors the last step and the optimizer's hooks changed, and by how much, `[N]`, as `flatten` does."""
         assert self._bucket is not None
         dtype, chosen = self._bucket.dtype, sorted(self._previous)
         parts = [change_of(self._previous[i], self._saved[i], dtype).to(dtype) for i in chosen]
@@ -279,6 +286,11 @@ class BufferBook:
     # ------------------------------------------------------------------------------------------------------ one buffer
 
     def _live(self, index: int) -> Tensor:
+        """Return the tensor that stands in the model now, not a copy.
+
+        Raises:
+            TrainingError: the user's code removed it.
+        """
         module, key = self._owners[index]
         value = module._buffers.get(key, module._parameters.get(key))
         if value is None:
@@ -309,27 +321,32 @@ class BufferBook:
         return not (torch.equal(live, saved) or bool(((live == saved) | (live.isnan() & saved.isnan())).all()))
 
     def _outgoing(self, index: int) -> Tensor:
+        """Return by how much one tensor changed since the commit, flat. Errors as of `flatten`."""
         live, saved = self._live(index).detach(), self._saved[index].detach()
         assert self._bucket is not None
         self._refuse_resized(index)
         return change_of(saved, live, self._bucket.dtype).to(self._bucket.dtype)
 
     def _refuse_lost(self, changes: dict[int, Tensor]) -> None:
+        """Check that every new value can be told from its change; `changes` are flat, by place. Errors as of `flatten`."""
         lost = [is_lost(self._saved[i], self._live(i), change).cpu() for i, change in changes.items()]
         for i, is_so in zip(changes, lost, strict=True):
             if is_so:
                 raise TrainingError(lost_text(self._names[i], self._saved[i], self._live(i)))
 
     def _incoming(self, index: int, change: Tensor) -> Tensor:
+        """Return one tensor after a flat change, of its committed shape and device."""
         saved = self._saved[index].detach()
         return taken(saved, change.to(saved.device))
 
     def _write(self, indices: Sequence[int], values: Sequence[Tensor]) -> None:
+        """Make live tensors these values, and remember that they stand as committed."""
         for i in indices:
             self._replace(i, values[i])
         self._remember(indices)
 
     def _replace(self, index: int, value: Tensor) -> None:
+        """Make one live tensor this value: in place where shape and dtype are the same."""
         live = self._live(index)
         if isinstance(live, DTensor) is not isinstance(value, DTensor):
             return  # shared out by ZeRO, as of the last commit: what was gathered for a forward that raised is given back
@@ -348,9 +365,10 @@ class BufferBook:
 
 
 def _is_counter(tensor: Tensor) -> bool:
+    """Whether a tensor has few whole numbers, and may count something or be a position."""
     return tensor.numel() <= _MOST_COUNTED and not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _mark(tensor: Tensor) -> tuple[int, int, int]:
-    """What changes with a tensor's values, except where `.data` is written in place."""
+    """Return what tells whether a tensor was replaced or written in place since."""
     return id(tensor), tensor._version, tensor.data_ptr()

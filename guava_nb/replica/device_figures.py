@@ -111,7 +111,7 @@ class DeviceFigures:
         """Begin the copy.
 
         Args:
-            figures: to be read.
+            figures: to be read: tensors of any shape, on one device, or plain numbers.
             gates: make `bad`, for what shall happen on the device before anybody has read them.
         """
         self._plain = [None if isinstance(one, Tensor) else float(one) for one in figures]
@@ -168,10 +168,11 @@ def norms(tensors: Iterable[Tensor]) -> Tensor | None:
 
 
 def square_sum(tensors: Sequence[Tensor], sizes: Tensor | None) -> Tensor:
-    """Return the sum of the squares of all numbers, a scalar that is finite whatever they are; without waiting.
+    """Return the sum of the squares of all numbers, a scalar `[]` that is finite whatever they are; without waiting.
 
     Args:
-        sizes: what `norms` gave of tensors that begin with these.
+        tensors: of any shape.
+        sizes: what `norms` gave of tensors that begin with these, `[tensors or more]`.
     """
     if not tensors or sizes is None:
         return torch.zeros(())

@@ -128,7 +128,12 @@ class GradientBuckets:
 
 
 def _fill(views: list[Tensor], gradients: list[Tensor | None]) -> None:
-    """Copy gradients to their places on the same device; the place of an absent one becomes zero."""
+    """Copy gradients to their places on the same device; the place of an absent one becomes zero.
+
+    Args:
+        views: a bucket's flat tensor in its parameters' shapes.
+        gradients: of the same parameters; sparse ones are filled in.
+    """
     targets, sources = [], []
     for view, gradient in zip(views, gradients, strict=True):
         if gradient is None:
@@ -151,7 +156,16 @@ class _Carrier:
         return torch.empty(bucket.numel, dtype=bucket.dtype)
 
     def copy(self, bucket: Bucket, host: _FlatBucket, gradients: list[Tensor | None]) -> torch.cuda.Event | None:
-        """Copy; None when all is there already, else the event of its end. The gradients may be dropped at once."""
+        """Bring gradients into a bucket's host tensor.
+
+        Args:
+            bucket: which one.
+            host: its flat host tensor, `[numel]` in the wire dtype, and the views of it.
+            gradients: of its parameters, None where there is none; they may be dropped at once.
+
+        Returns:
+            None when all is there already, else the event of its end.
+        """
         with torch.no_grad():
             _fill(host[1], gradients)
         return None
@@ -170,6 +184,7 @@ class _StagedCarrier(_Carrier):
         return None
 
     def _gather(self, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor:
+        """Return the gradients one after another, `[numel]` in the wire dtype, in the bucket's own memory on the device."""
         if bucket.index not in self._staging:
             flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=self._device)
             self._staging[bucket.index] = flat, bucket.views(flat)
@@ -220,7 +235,13 @@ def _carrier(device: torch.device) -> _Carrier:
 
 
 def bucket_sender(send: Callable[[Message, Sequence[memoryview]], None], message: Shard, wire: BucketWire) -> OnBucket:
-    """Return what queues each bucket of a shard's gradients, flat, `[numel]` in the wire dtype; `wire` encodes them."""
+    """Return what queues each bucket of a shard's gradients, flat, `[numel]` in the wire dtype; `wire` encodes them.
+
+    Args:
+        send: queues a message with its buffers.
+        message: the shard that is computed.
+        wire: encodes the buckets.
+    """
 
     def on_bucket(bucket: int, present: bytes, flat: Tensor) -> None:
         tensor, payload = wire.encode(bucket, flat, (message.step, message.shard))

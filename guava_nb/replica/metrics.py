@@ -127,6 +127,11 @@ class Measure:
     def see(self, outputs: Any, targets: Any, rows: int) -> None:
         """Take a batch, or a part of it.
 
+        Args:
+            outputs: of the model.
+            targets: of the batch; None where it has none.
+            rows: samples in it.
+
         Raises:
             ConfigError: the function returned nothing that can be added up.
         """

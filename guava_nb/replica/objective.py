@@ -94,6 +94,11 @@ def counts_none(loss: Loss) -> bool:
 def backward(value: Tensor, factor: Tensor | float, keep_graph: bool) -> None:
     """Run backward of `value * factor` without an operation more than a plain loop has.
 
+    Args:
+        value: the loss, one element.
+        factor: of it; a tensor of one element where only the device knows it.
+        keep_graph: another backward through the same graph follows.
+
     Raises:
         TrainingError: another backward has used the graph up.
     """
@@ -345,24 +350,34 @@ _Denominator = Callable[[nn.Module, Tensor, Tensor], float | Tensor]
 
 def _per_element(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:
     # The mean of an element-wise loss divides by the elements of the broadcast result.
+    """Return what the mean of an element-wise loss divides by: the elements of the broadcast result."""
     shape: torch.Size = torch.broadcast_shapes(outputs.shape, targets.shape)  # type: ignore[no-untyped-call]
     return float(shape.numel())
 
 
 def _per_row(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:
+    """Return the rows of outputs `[N, C]`; 1 for `[C]`."""
     return float(outputs.shape[0]) if outputs.ndim > 1 else 1.0
 
 
 def _per_position(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:
+    """Return the positions of outputs `[..., C]`, whose last dim has the classes."""
     return float(outputs.numel() // max(1, outputs.shape[-1]))  # the last axis has the classes
 
 
 def _per_entry(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:
+    """Return what "batchmean" divides by: the rows of outputs `[N, ...]`, of one dim too; 1 for a scalar."""
     return float(outputs.shape[0]) if outputs.ndim else 1.0  # "batchmean", also of one axis
 
 
 def _per_class(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:
-    """Sum of the class weights of the labels that are not ignored; for class probabilities, the number of positions."""
+    """Return the sum of the class weights of the labels that are not ignored; for class probabilities, the positions.
+
+    Args:
+        module: with its `weight`, `[C]`, and `ignore_index`.
+        outputs: `[N, C, ...]`, or `[C]`.
+        targets: labels `[N, ...]`, or probabilities of the outputs' shape.
+    """
     if targets.is_floating_point():
         return float(outputs.numel() // max(1, outputs.shape[1 if outputs.ndim > 1 else 0]))
     valid = targets != module.ignore_index

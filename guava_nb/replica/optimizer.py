@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.nested import leaves
+from guava_nb.parallel.module_state import unheard
 from guava_nb.protocol.messages import Factory
 from guava_nb.replica.state_dict import plain
 from guava_nb.spec.factories import Resolve, build, find
@@ -148,7 +149,7 @@ def _refuse_by_trial(
         return torch.zeros(())
 
     sentence = ""
-    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), unheard():
         optimizer = again([parameter for _, parameter in stand_ins] if is_class else stand_ins)
         if (error := _error_of(optimizer.step)) is not None:
             # Of the user's code. One that a closure does not change has another reason, which the first step will tell.

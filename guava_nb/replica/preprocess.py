@@ -42,7 +42,13 @@ def cut(batch: Any, marks: bytes, rows: int, pieces: int) -> list[tuple[Any, int
 
 
 def cut_at(batch: Any, marks: bytes, ranges: Sequence[tuple[int, int]]) -> list[Any]:
-    """Return the samples of each range (start, stop) of a batch; `marks` as for `cut`."""
+    """Return the samples of each range (start, stop) of a batch; `marks` as for `cut`.
+
+    Args:
+        batch: of any nesting.
+        marks: as for `cut`.
+        ranges: start and stop of each, in samples.
+    """
 
     def entries(part: Any, axis: int) -> list[Any]:
         return [sliced(part, axis, *one) for one in ranges]

@@ -90,7 +90,7 @@ class Replica(BaseReplica):
         self._use_optimizer(build_optimizer(spec.optimizer, self.model.named_parameters(), resolve))
         self._named = dict(self.model.named_parameters())
         self._parameters = [[self._named[name] for name in bucket.names] for bucket in self.layout.buckets]
-        self._exchange = GradientBuckets(self.layout, self._named, device)
+        self._gradient_buckets = GradientBuckets(self.layout, self._named, device)
         self._buffers = BufferBook(self.model, self.layout.buffers)
         self._watch, self._switches = ParameterWatch(self.model), GradientSwitches(self._named)
         self._forward_writes = ForwardWrites(self.model, always=spec.optimizer_site == "orchestrator")
@@ -121,7 +121,7 @@ class Replica(BaseReplica):
         """
         clock, counts = StepTimer(self.device), list[Any]()
         if on_bucket is None:
-            self._exchange.remove_hooks()
+            self._gradient_buckets.remove_hooks()
         try:
             self._train_mode()
             self._buffers.begin_shard()
@@ -146,7 +146,7 @@ class Replica(BaseReplica):
             return launched.telling(changed, frozen) if changed or frozen is not None else launched
         except BaseException:
             # What was handed over stays valid: the hub may already have added it. Only local state is dropped.
-            self._exchange.cancel()
+            self._gradient_buckets.cancel()
             self._drop_gradients()
             raise
 
@@ -209,18 +209,18 @@ class Replica(BaseReplica):
             with clock.backward():
                 last = number == len(parts) - 1
                 if on_bucket is not None and last:
-                    self._exchange.begin(on_bucket)
+                    self._gradient_buckets.begin(on_bucket)
                 factor: Tensor | float = loss.weight * self.loss_scale / work.global_rows
                 if gates and len(parts) == 1:  # the true mean at once, which costs no pass over the gradients
                     factor = factor * _true_mean(work, [(loss, rows)])
                 if learns:
                     backward(loss.value, factor, self._keeps_graphs)
                 if on_bucket is not None and last:
-                    self._exchange.finish()
+                    self._gradient_buckets.finish()
             losses.append((Loss(loss.value.detach(), loss.weight, loss.count), rows))
         if on_bucket is not None and not parts:
-            self._exchange.begin(on_bucket)
-            self._exchange.finish()
+            self._gradient_buckets.begin(on_bucket)
+            self._gradient_buckets.finish()
         return losses
 
     def _launched(
@@ -351,8 +351,8 @@ class Replica(BaseReplica):
 
     def restore(self) -> None:
         """Forget every shard since the last commit. Random state needs nothing: see `guava_nb.replica.rng`."""
-        self._exchange.cancel()
-        self._exchange.recycle()
+        self._gradient_buckets.cancel()
+        self._gradient_buckets.recycle()
         self._drop_gradients()
         self._buffers.restore()
         self._forward_writes.forget()
@@ -361,7 +361,7 @@ class Replica(BaseReplica):
 
     def _finish_step(self, sums: Buckets | None) -> None:
         self._drop_gradients()
-        self._exchange.recycle()
+        self._gradient_buckets.recycle()
         self._forward_writes.forget()
         if sums is None:  # a worker's own step settles nothing that was sent
             self._buffers.commit()
@@ -430,7 +430,7 @@ class Replica(BaseReplica):
     def close(self) -> None:
         """Take the hooks off the model, drop gradients and uncommitted work; the model stays usable."""
         self.restore()
-        self._exchange.remove_hooks()
+        self._gradient_buckets.remove_hooks()
         self.hooks.put_back()
 
     def _check_state(self) -> None:
@@ -463,7 +463,7 @@ def _denominators(work: ShardWork, losses: Sequence[tuple[Loss, int]]) -> list[f
 
 
 def _true_mean(work: ShardWork, losses: Sequence[tuple[Loss, int]]) -> Tensor | float:
-    """Return `Commit.scale` of a lone worker's step, on the device where only that knows it.
+    """Return `Commit.scale` of a lone worker's step, a float64 scalar `[]` on the device where only that knows it.
 
     0 where nothing counts; NaN, so that the step is left out, where the denominator is negative.
     """
@@ -475,6 +475,7 @@ def _true_mean(work: ShardWork, losses: Sequence[tuple[Loss, int]]) -> Tensor | 
 
 
 def _scale(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply the gradients of parameters with a factor, in place; a factor that is a scalar tensor is not waited for."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if gradients and (isinstance(factor, Tensor) or factor != 1.0):
         torch._foreach_mul_(gradients, factor)
@@ -483,7 +484,15 @@ def _scale(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
 def _checked(
     named: Mapping[str, nn.Parameter], moved: Mapping[str, Tensor]
 ) -> tuple[list[str], Tensor | None, Tensor | None]:
-    """Return what must be finite for a lone worker's step: names, a norm of each; and the gradient's squared norm."""
+    """Return what must be finite for a lone worker's step.
+
+    Args:
+        named: parameters, by name.
+        moved: buffers that a forward moved, by name.
+
+    Returns:
+        Names, a norm of each, `[names]`, and the squared norm of the gradient, `[]`; None where there is nothing.
+    """
     found = {name: p.grad for name, p in named.items() if p.grad is not None}
     gradients = {name: one if one.layout is torch.strided else one.coalesce().values() for name, one in found.items()}
     found = {**gradients, **moved}

@@ -19,7 +19,13 @@ __all__ = ["seeded", "shard_seed"]
 
 
 def shard_seed(seed: int, step: int, shard: int) -> int:
-    """Return the seed of one shard's stream: 63 bits, well mixed, the same on every machine."""
+    """Return the seed of one shard's stream: 63 bits, well mixed, the same on every machine.
+
+    Args:
+        seed: of the run.
+        step: its number, from 0.
+        shard: of the step.
+    """
     digest = hashlib.blake2b(f"{seed}/{step}/{shard}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

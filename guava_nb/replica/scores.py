@@ -4,6 +4,8 @@ Pure; knows shapes only. Torch has the classes on axis 1 of outputs, [N, C, d1, 
 language model has them last, [N, T, C] for [N, T]. Where the shapes allow one reading only, that one is meant. A loss of the
 user's own is read by the cross entropy that it takes: which logits and targets these are is known there alone (shifted, cut,
 padded).
+
+Shapes: N samples, T tokens of each, C classes; outputs [N, C, ...] or [N, ..., C] for targets [N, ...].
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Scoring:
     is_last: bool | None = field(default=None, init=False)
 
     def in_torchs_order(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs and targets as torch's criteria of classes want them.
+        """Return outputs and targets as torch's criteria of classes want them: `[N, C, ...]` and `[N, ...]`, or both flattened.
 
         Raises:
             ConfigError: the shapes of outputs and integer targets fit in no way, or in two.
@@ -102,6 +104,7 @@ class TokenScores(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, input: Tensor, target: Tensor, ignore_index: int = -100, **_: Any) -> None:
+        """Score what a cross entropy was given: outputs `[N, C]` or `[N, C, T]`, labels `[N]` or `[N, T]`."""
         if input.ndim not in (2, 3) or target.is_floating_point() or target.numel() <= self._rows:
             return
         counts = target != ignore_index
@@ -117,16 +120,18 @@ class TokenScores(TorchFunctionMode):
         return self._of_classes({shape[-1] for shape in shapes})
 
     def of_model(self, model: nn.Module) -> Tensor | None:
-        """Return the scores likewise if it was one over the tokens of which the model has an embedding; else None."""
+        """Return the scores, `[3]`, if the loss was one over the tokens of which the model has an embedding; else None."""
         # A part of an embedding, as tensor mode makes it, knows the number of all tokens by the same name.
         return self._of_classes({getattr(one, "num_embeddings", None) for one in model.modules()})
 
     def _of_classes(self, classes: set[int | None]) -> Tensor | None:
+        """Return the scores, `[3]`, if the loss was one cross entropy of as many classes as one of these; else None."""
         found = [scores for shape, scores in self._seen if shape[1] in classes]
         return found[0] if len(found) == len(self._seen) == 1 else None
 
 
 def _scores(right: Tensor, scored: Tensor, nll: Tensor | None) -> Tensor:
+    """Return `[right, scored, nll]`, `[3]`, of scalars; float64, or float32 on a device that has no other."""
     scores = torch.stack([right, scored, torch.zeros_like(scored)])
     scores = scores.to(torch.float32 if scores.device.type == "mps" else torch.float64)
     scores[2] = float("nan") if nll is None else nll
@@ -134,6 +139,7 @@ def _scores(right: Tensor, scored: Tensor, nll: Tensor | None) -> Tensor:
 
 
 def _nll(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """Return the summed negative log-likelihood, a scalar, of logits `[N, C, ...]` and labels `[N, ...]`."""
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     return functional.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="sum")
 
@@ -147,6 +153,7 @@ def _fits(outputs: Tensor, targets: Tensor) -> tuple[bool, bool]:
 
 
 def _misfit(outputs: Tensor, targets: Tensor) -> str:
+    """Say how outputs and targets do not fit."""
     if targets.numel() * outputs.shape[-1] == outputs.numel():
         way = "one of them is flattened: flatten both or neither"
     else:
@@ -155,4 +162,5 @@ def _misfit(outputs: Tensor, targets: Tensor) -> str:
 
 
 def _shape(tensor: Tensor) -> str:
+    """Return a shape as a person reads it."""
     return str(list(tensor.shape))

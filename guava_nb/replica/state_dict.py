@@ -178,7 +178,11 @@ def parameter_hash(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _bit_sums(tensor: Tensor) -> list[Tensor]:
-    """Return int64 sums over rows and columns of a tensor's bits as a table, and what does not fill its last row."""
+    """Return int64 sums over the rows and columns of a tensor's bits as a table, and what does not fill its last row.
+
+    Returns:
+        `[columns]`, `[rows]` and `[fewer than columns]`; the last alone where there is no whole row.
+    """
     whole = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous().reshape(-1)
     bits = whole.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[whole.element_size()])
     rows = bits.numel() // _HASH_COLUMNS
@@ -213,6 +217,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def _raw(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor of any shape, in C order; they share its memory where that is on the CPU and contiguous."""
     value = tensor.detach().cpu().contiguous().reshape(-1)
     raw: memoryview = value.view(torch.uint8).numpy().data
     return raw

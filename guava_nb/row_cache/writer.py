@@ -364,6 +364,13 @@ class RowWriter:
 
 
 def taken_apart(writer: RowWriter, part: Any, rows: int, splitter: RowSplitter) -> Any:
-    """Return a part as a `RowSlice` of all its rows where its worker keeps rows, else the part itself."""
+    """Return a part as a `RowSlice` of all its rows where its worker keeps rows, else the part itself.
+
+    Args:
+        writer: of the run.
+        part: of a batch.
+        rows: samples in it.
+        splitter: knows along which axes it may be cut.
+    """
     apart = writer.apart(part, rows, splitter)
     return RowSlice(apart, range(rows)) if isinstance(apart, Rows) else apart

@@ -122,7 +122,14 @@ def _refuse_another(what: str, reference: object, name: str) -> None:
 
 
 def factory_for(what: str, ref: Reference, args: Mapping[str, Any] | None, shared: ModuleType | None) -> Factory:
-    """Return the record from which workers make something; errors as for `factory_name` and `plain_arguments`."""
+    """Return the record from which workers make something; errors as for `factory_name` and `plain_arguments`.
+
+    Args:
+        what: "model", "optimizer" and so on: for errors.
+        ref: a name or an object.
+        args: keyword arguments; plain values only.
+        shared: module of the shared cells; None: there are none.
+    """
     if isinstance(ref, str) and "(" in ref:
         option = {"criterion": "loss"}.get(what, what)
         raise ConfigError(
@@ -299,7 +306,13 @@ def _check_outer_args(outer: str, given: Mapping[str, Any]) -> None:
 
 
 def why_not_local(config: DistributedConfig, options: TrainingOptions, parallel: ParallelSpec | None) -> str:
-    """Return why a run cannot have rounds of local steps, and what to change; "" where it can."""
+    """Return why a run cannot have rounds of local steps, and what to change; "" where it can.
+
+    Args:
+        config: of the session.
+        options: of the run.
+        parallel: how the model is spread; None: whole replicas.
+    """
     if parallel is not None:
         return _not_at_the_hub(config, parallel, "workers hold parts of one model, and none can take a step alone")
     if options.optimizer_site == "orchestrator":

@@ -160,7 +160,7 @@ class TrainingOptions:
         optimizer_site: who holds the optimizer, "orchestrator" for an authoritative master copy; by default the configuration's.
         wire: how the gradients of several workers, or what their local steps came to, travel by way of the orchestrator, and
             their sum back: "fp32" exactly (float64 too), "bf16" or "fp16" in half of the bytes, "int8" in a quarter, "int4"
-            in an eighth. What a message leaves out goes with the next one (error feedback). In a pipeline: how activations and
+            in an eighth. What a message leaves out is sent with the next one (error feedback). In a pipeline: how activations and
             their gradients pass from stage to stage, each rounded for itself. In data mode and with stages only; the run is
             then near to plain PyTorch, not equal to it.
         callbacks: objects of this process with any of on_step, on_epoch, on_validation (see help(guava_nb.Callback)); in a

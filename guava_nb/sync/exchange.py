@@ -114,7 +114,15 @@ class StepExchange(ABC, Generic[_Replicas]):
         weights: Sequence[float],
         splitter: RowSplitter,
     ) -> StepInFlight:
-        """Share the batches of an optimizer step among the team, by these weights, and send the shards."""
+        """Share the batches of an optimizer step among the team, by these weights, and send the shards.
+
+        Args:
+            epoch: they belong to.
+            batches: of the loader: one, or as many as are accumulated or as a round has.
+            team: ranks that take part.
+            weights: of each of the team: in proportion to these it gets samples.
+            splitter: cuts the batches.
+        """
         machine, shards = self._plan(batches, team, weights, splitter)
         in_flight = self.in_flight[machine.step] = StepInFlight(machine, epoch, team, shards, len(batches))
         self._replicas.sent(team, machine.step, machine.solo)

@@ -138,6 +138,12 @@ def shares_of(
     A replica whose share rounds to no sample gets one row as a stand-in, marked with 0 rows: it has to take part in the
     group's operations all the same.
 
+    Args:
+        batches: of the loader.
+        mesh: of the group.
+        weights: of each replica: in proportion to these it gets samples.
+        splitter: cuts the batches.
+
     Raises:
         ConfigError: a batch cannot be shared out, or all of them have no samples.
     """
@@ -152,18 +158,18 @@ def shares_of(
     return shares
 
 
-def parts_for(mesh: Mesh, stage: int, pieces: Sequence[Any], treated: bool = False) -> list[Any]:
+def parts_for(mesh: Mesh, stage: int, pieces: Sequence[Any], wants_whole: bool = False) -> list[Any]:
     """Return what a stage needs of a replica's pieces: all without stages, else inputs first, targets last.
 
     Args:
-        treated: a function of the user's shall see whole batches there, so both ends get all and the stages between nothing.
+        wants_whole: a function of the user's shall see whole batches there, so both ends get all and the stages between nothing.
 
     Raises:
         ConfigError: a pipeline's batch is not of the form (inputs, targets).
     """
     if mesh.stages == 1:
         return list(pieces)
-    if treated:
+    if wants_whole:
         return [piece if stage in (0, mesh.stages - 1) else None for piece in pieces]
     pairs = [pair_of(piece) for piece in pieces]
     return [(x if stage == 0 else None, y if stage == mesh.stages - 1 else None) for x, y in pairs]
@@ -174,11 +180,21 @@ def tasks_of(
     mesh: Mesh,
     team: Sequence[int],
     shares: Sequence[Share],
-    treated: bool,
+    wants_whole: bool,
     writer: RowWriter,
     splitter: RowSplitter,
 ) -> tuple[list[ShardTask], PlannedShards]:
-    """Return one task and one record per rank of the group; the rows count where the loss is reported."""
+    """Return one task and one record per rank of the group; the rows count where the loss is reported.
+
+    Args:
+        head: of the step.
+        mesh: of the group.
+        team: the workers, in the order of the group's ranks.
+        shares: of the replicas, as `shares_of` gives them.
+        wants_whole: a function of the user's sees whole batches on the first and the last stage.
+        writer: keeps rows apart where workers hold some.
+        splitter: cuts the batches.
+    """
     global_rows = sum(sum(share.rows) for share in shares)
     tasks: list[ShardTask] = []
     shards: PlannedShards = []
@@ -186,8 +202,8 @@ def tasks_of(
         share, stage, tensor = shares[rank // (mesh.stages * mesh.tensor)], mesh.stage_of(rank), rank % mesh.tensor
         reports = stage == mesh.stages - 1 and tensor == 0
         if tensor == 0:  # the ranks that share layers share one batch
-            pieces, counts = parts_for(mesh, stage, share.pieces, treated), [max(1, count) for count in share.rows]
-            axes = micro_batch_marks(mesh, splitter, pieces, counts, treated)
+            pieces, counts = parts_for(mesh, stage, share.pieces, wants_whole), [max(1, count) for count in share.rows]
+            axes = micro_batch_marks(mesh, splitter, pieces, counts, wants_whole)
             parts = zip(pieces, counts, strict=True)
             outgoing = OutgoingBatch([taken_apart(writer, part, count, splitter) for part, count in parts])
         task = ShardTask(rank, sum(share.rows) if reports else 0, owner, tuple(share.ids) if reports else ())
@@ -198,10 +214,16 @@ def tasks_of(
 
 
 def micro_batch_marks(
-    mesh: Mesh, splitter: RowSplitter, pieces: Sequence[Any], rows: Sequence[int], treated: bool
+    mesh: Mesh, splitter: RowSplitter, pieces: Sequence[Any], rows: Sequence[int], wants_whole: bool
 ) -> tuple[bytes, ...]:
     """Return how a stage cuts its pieces into micro-batches; () where it reads them itself, or cuts nothing.
 
     It reads what a function of the user's made there, and what a split function cut, by a rule that only that knows.
+
+    Args:
+        mesh: of the group.
+        splitter: that cut the pieces.
+        pieces, rows: of one stage, and the samples of each.
+        wants_whole: as in `tasks_of`.
     """
-    return () if mesh.stages == 1 or treated else marks_for(splitter, pieces, rows)
+    return () if mesh.stages == 1 or wants_whole else marks_for(splitter, pieces, rows)

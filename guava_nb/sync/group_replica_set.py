@@ -299,8 +299,8 @@ class GroupReplicaSet(ReplicaSet):
         if here < of:
             missing = of * self._span - len(self.team)
             job.cluster.notice(
-                f"the run goes on with {here} of {of} replicas ({self.mesh}), with the same results, only slower. It takes "
-                f"workers in as soon as {missing} more than its {len(self.team)} are here"
+                f"the run goes on with {here} of {of} replicas ({self.mesh}), with the same results, only slower. The "
+                f"others take part again as soon as {missing} more workers than its {len(self.team)} are here"
             )
         elif self._replicas < of:
             job.cluster.notice(f"all {of} replicas take part again ({self.mesh})")

@@ -82,6 +82,11 @@ def take_over(replica_set: ReplicaSet | None, cluster: Cluster, rank: int) -> No
     """Let a member leave between two runs; where only workers have the last run's state, fetch it first.
 
     Returns at once: the rest happens on a thread.
+
+    Args:
+        replica_set: of the last run; None where there was none.
+        cluster: of the session.
+        rank: that leaves; it is released at the end.
     """
     if replica_set is not None and replica_set.predecessor is not None:
         replica_set = replica_set.predecessor

@@ -34,7 +34,14 @@ class ParameterHashes:
         self._known: dict[int, dict[str, dict[str, int]]] = {}
 
     def differs(self, step: int, kind: str, parameter_hash: str, rank: int) -> bool:
-        """Note a worker's hash after a step; returns whether another worker of its kind reported another one."""
+        """Note a worker's hash after a step; returns whether another worker of its kind reported another one.
+
+        Args:
+            step: after which it was taken.
+            kind: of device, and part of the model: hashes of one kind must be equal.
+            parameter_hash: as of `replica.state_dict`.
+            rank: of the worker.
+        """
         known = self._known.setdefault(step, {}).setdefault(kind, {})
         for earlier in [s for s in self._known if s < step - _LATE_STEPS]:
             del self._known[earlier]
@@ -81,7 +88,13 @@ class OwnChanges:
         self._first: dict[str, OwnChange] = {}
 
     def other_than(self, rank: int, kind: str, change: ParameterChange | None) -> OwnChange | None:
-        """Note a worker's change; returns that of a worker that holds the same part of the model and changed it otherwise."""
+        """Note a worker's change; returns that of a worker that holds the same part of the model and changed it otherwise.
+
+        Args:
+            rank: of the worker.
+            kind: of device, and part of the model.
+            change: that it reported; None: it changed nothing.
+        """
         mine = self._first.setdefault(kind, OwnChange(rank, kind, change))
         part = kind.partition(", stage")[2]
         others = (one for one in self._first.values() if one.kind.partition(", stage")[2] == part and one is not mine)

@@ -72,6 +72,12 @@ def machines_for(
 ) -> tuple[tuple[int, ...], str]:
     """Say whose GPUs use NCCL among themselves while the group goes through the hub.
 
+    Args:
+        roster: members by rank.
+        members: in the order of the group's ranks.
+        mesh: of the group.
+        route: on which it meets.
+
     Returns:
         The number of every member's machine, and a phrase for people; () and "" where no axis stays within machines.
     """

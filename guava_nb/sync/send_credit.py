@@ -46,7 +46,14 @@ class SendCredit:
     # ------------------------------------------------------------------------------------------------- what happened
 
     def sent(self, step: int, shard: int, rank: int, nbytes: int) -> None:
-        """A shard went to a worker; sent again to another one it counts there."""
+        """A shard went to a worker; sent again to another one it counts there.
+
+        Args:
+            step: of the shard.
+            shard: its number.
+            rank: of the worker.
+            nbytes: of its batch.
+        """
         self.worked(step, shard)
         self._shards[step, shard] = (rank, nbytes)
         self._held[rank] = self._held.get(rank, 0) + nbytes

@@ -34,7 +34,7 @@ __all__ = ["StarExchange"]
 _Values = TypeVar("_Values", SumBucket, ParameterBucket)
 
 _WIRE = (
-    "{0} of several workers travel as {1}: what a message leaves out goes with the next one. A worker that "
+    "{0} of several workers travel as {1}: what a message leaves out is sent with the next one. A worker that "
     "leaves or is lost takes its rest with it, and so does the end of this run: {2}"
 )
 _ROUNDING = "at most the rounding of one {0}'s {1}"
@@ -101,6 +101,7 @@ class StarExchange(StepExchange[Replicas]):
             return
         self._replicas.master.layout.bucket(message.bucket).check_form(message.tensor, message.present)
         tensor = self._wire.decode_part(message.bucket, message.tensor, payload)
+        # The machine is asked before the tensor is added: it knows whether this contribution still counts.
         instructions = in_flight.machine.on_bucket(
             rank, message.generation, message.shard, message.bucket, is_finite(tensor)
         )
@@ -157,6 +158,7 @@ class StarExchange(StepExchange[Replicas]):
             self._job.cluster.send(member, message, list(lacking.values()))
 
     def _result(self, in_flight: StepInFlight, bucket: int) -> tuple[bytes, torch.Tensor]:
+        """Return presence bits and sum of a bucket, `[numel]`; tell of buffers that changed unlike, note a gradient's square."""
         total = in_flight.sums[bucket]
         result = total.result(self._replicas.master.layout.bucket(bucket).present_bytes)
         if isinstance(total, BufferMerge):
@@ -182,6 +184,7 @@ class StarExchange(StepExchange[Replicas]):
         )  # fmt: skip
 
     def _commit(self, in_flight: StepInFlight, decided: Decided) -> None:
+        # The master steps first: where it cannot, the step counts nowhere, and no worker has heard of a commit.
         failure = self._apply_here(in_flight, decided.commit) if self._at_orchestrator else None
         self._wire.commit()
         super()._commit(in_flight, decided)
@@ -212,7 +215,7 @@ class StarExchange(StepExchange[Replicas]):
         if hooked := None if commit.skip else master.buffer_changes():
             changes = [(BUFFERS, *hooked)]
         values = [*master.parameter_buckets(), *changes]
-        for index, (bucket, present, flat) in enumerate(values):
+        for index, (bucket, present, flat) in enumerate(values):  # the commit rides on the last
             last = index == len(values) - 1
             tensor = FlatTensor(dtype_name(flat.dtype), flat.numel())
             message = self._head_of(ParameterBucket, in_flight, bucket, present, tensor, commit if last else None)

@@ -76,7 +76,14 @@ class StateAtWorkers(StepsHeld, ABC):
 
     @abstractmethod
     def abort(self, job: Job, ranks: Collection[int], reason: str, last: int | None = None) -> None:
-        """Have workers give up what is not committed, and say how far they are."""
+        """Have workers give up what is not committed, and say how far they are.
+
+        Args:
+            job: of the run.
+            ranks: of the workers.
+            reason: for people.
+            last: the step to end at; None: the last committed one.
+        """
 
     def retire(self) -> None:  # noqa: B027 - whole replicas need nothing
         """Note that the members were told to give up: they keep the state, and their group is over."""
@@ -351,7 +358,14 @@ class StateAtWorkers(StepsHeld, ABC):
 
 
 def pump_while_coming(job: Job, ranks: Collection[int], until: Callable[[], bool], timeout_s: float | None) -> bool:
-    """Handle events until the condition holds; as long as much comes from these workers, the time begins anew."""
+    """Handle events until the condition holds; as long as much comes from these workers, the time begins anew.
+
+    Args:
+        job: whose events are handled.
+        ranks: of those from whom something is awaited.
+        until: whether it has come.
+        timeout_s: without much coming; None: without an end.
+    """
     seen = received_bytes(job.cluster, ranks) if timeout_s is not None else 0
     while not job.pump(until, timeout_s):
         if (now := received_bytes(job.cluster, ranks)) < seen + COMING_BYTES:

@@ -26,6 +26,11 @@ def received_bytes(cluster: Cluster, ranks: Iterable[int]) -> int:
 def state_in(message: State, payload: memoryview, resolve: Resolve | None) -> dict[str, Any]:
     """Return the state that a worker sent, as views of the bytes that came.
 
+    Args:
+        message: with the record of the state.
+        payload: its bytes, which the tensors go on using.
+        resolve: finds classes of the user's cells; None looks none up.
+
     Raises:
         RemoteProtocolError: it sent something else.
     """

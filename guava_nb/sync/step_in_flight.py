@@ -70,7 +70,15 @@ class StepInFlight:
     square: float | None = None
 
     def add(self, bucket: int, shard: int, tensor: torch.Tensor, present: bytes, of_senders: bool = False) -> None:
-        """Add a contribution to its bucket; `of_senders` as of `BucketSum`."""
+        """Add a contribution to its bucket.
+
+        Args:
+            bucket: its number.
+            shard: of the step.
+            tensor: `[numel]`, dense or sparse; must not be used by the caller afterwards.
+            present: presence bits.
+            of_senders: as of `BucketSum`.
+        """
         if bucket not in self.sums:
             self.sums[bucket] = BucketSum(len(self.machine.tasks), of_senders)
         self.sums[bucket].add(shard, tensor, present)
@@ -165,6 +173,7 @@ def deal_batches(weights: Sequence[float], num_steps: int) -> list[tuple[int, ..
     total = sum(weights)
     parts = np.array([max(weight / total, 1 / count) for weight in weights])
     parts /= sum(parts)
+    # Each local batch goes to the worker that is furthest behind its part so far.
     taken = np.zeros(len(weights))
     owners = []
     for number in range(1, count + 1):
@@ -186,6 +195,14 @@ def plan_step(
 
     Workers whose share rounds to no sample get no shard: an empty shard would add nothing but a broken mean. Where workers
     keep rows, a share is still of the same size, but made of rows that its worker holds as far as possible.
+
+    Args:
+        head: of the step.
+        batches: of the loader.
+        team: ranks that take part.
+        weights: of each of the team: in proportion to these it gets samples.
+        splitter: cuts the batches.
+        writer: knows which worker holds which rows.
 
     Raises:
         ConfigError: a batch cannot be shared out, or all of them have no samples.
@@ -221,7 +238,13 @@ def plan_step(
 
 
 def marks_for(splitter: RowSplitter, pieces: Sequence[Any], rows: Sequence[int]) -> tuple[bytes, ...]:
-    """Return how a worker may cut pieces with these samples further; () where it must not."""
+    """Return how a worker may cut pieces with these samples further; () where it must not.
+
+    Args:
+        splitter: that cut the pieces.
+        pieces: of one shard.
+        rows: samples of each.
+    """
     marks = tuple(
         piece.rows.marks if isinstance(piece, RowSlice) else splitter.marks(piece, count)
         for piece, count in zip(pieces, rows, strict=True)
@@ -247,7 +270,7 @@ def _pieces_of(
     if isinstance(apart, Rows):
         dealt = deal(writer.holders(apart, team), [last - first for first, last in ranges])
         return [(k, RowSlice(apart, rows), rows) for k, rows in enumerate(dealt) if rows]
-    kept = [(k, r) for k, r in enumerate(ranges) if r[1] > r[0]]
+    kept = [(k, r) for k, r in enumerate(ranges) if r[1] > r[0]]  # a share that rounds to no sample gets no shard
     cutter = RowSplitter() if batch.source else splitter  # ids are cut like any tensor
     parts = cutter.split(batch.batch, [r for _, r in kept], batch.rows)
     return [(k, part, range(*r)) for (k, r), part in zip(kept, parts, strict=True)]

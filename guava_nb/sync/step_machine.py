@@ -150,23 +150,29 @@ class StepMachine:
         return [task for task in self.tasks if task.owner == rank and not self._shard_done(task.index)]
 
     def on_bucket(self, rank: int, generation: int, shard: int, bucket: int, finite: bool) -> list[Instruction]:
-        """A shard's contribution to a bucket came; only the first counts, of a worker that was asked for it."""
+        """A shard's contribution to a bucket came; only the first counts, of a worker that was asked for it.
+
+        Args:
+            rank, generation: of the sender, and of the attempt that it is about.
+            shard, bucket: which contribution.
+            finite: whether all of its elements are.
+        """
         if self.decided or bucket not in self.buckets or not self.was_asked(rank, shard, generation):
             return []
         shards = self._arrived.setdefault(bucket, set())
-        if shard in shards:
+        if shard in shards:  # two workers computed it, one before and one after it was away: the first counts
             return []
         if not finite:
             if not self.scaled:
                 return [Halt(rank, shard, bucket)]
-            self._skip = True
+            self._skip = True  # it is added all the same, so that every worker sees the same sum, and skips
         shards.add(shard)
         out: list[Instruction] = [Add(bucket, shard)]
         if len(shards) == len(self.tasks):
             self._complete += 1
             if self._complete < len(self.buckets):
                 out.append(SendBucket(bucket))
-            else:
+            else:  # the commit rides on the last sum, so this one waits until all shards have reported
                 self._held = bucket
                 out += self._decide()
         return out
@@ -178,12 +184,18 @@ class StepMachine:
         if not (ready.finite and has_finite_loss(ready)):
             if not self.scaled and self.mesh is None:
                 return [Halt(rank, ready.shard, None)]
+            # In a group the others are heard first: only all reports together say where it came to be.
             self._skip = True
         self._ready.setdefault(ready.shard, ready)
         return self._decide()
 
     def on_solo_commit(self, rank: int, generation: int, skipped: bool) -> list[Instruction]:
-        """The lone worker has applied the step; from any other, or before its report, this is no news."""
+        """The lone worker has applied the step; from any other, or before its report, this is no news.
+
+        Args:
+            rank, generation: of the sender, and of the attempt that it is about.
+            skipped: the step changed nothing: its gradients were not finite in fp16.
+        """
         if self.decided or not self.solo or not self.was_asked(rank, 0, generation) or not self._ready:
             return []
         self._skip = skipped
@@ -195,6 +207,7 @@ class StepMachine:
         if self.decided or not load:
             return []
         open_tasks = [task for task in self.tasks if not self._shard_done(task.index)]
+        # Buckets that came of such a shard stay in their sums: who does it again gets the same numbers, and they are dropped.
         for task in open_tasks:
             if task.owner in load:
                 load[task.owner] += task.rows
@@ -208,7 +221,13 @@ class StepMachine:
         return out
 
     def was_asked(self, rank: int, shard: int, generation: int) -> bool:
-        """Whether this worker was sent this shard in this attempt: nothing else that it says about it counts."""
+        """Whether this worker was sent this shard in this attempt: nothing else that it says about it counts.
+
+        Args:
+            rank: of the worker.
+            shard: of the step.
+            generation: the attempt that it is about.
+        """
         if generation != self.generation or not 0 <= shard < len(self.tasks):
             return False
         return rank == self.tasks[shard].owner or rank in self.tasks[shard].earlier

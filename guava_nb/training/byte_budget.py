@@ -264,6 +264,11 @@ class Budget:
 def refuse_small(limit: Limit, start: float, step: float, state: float, workers: int) -> None:
     """Refuse a budget in which not even one step and its checkpoint have room.
 
+    Args:
+        limit: what was allowed.
+        start, step, state: bytes to begin, of one step, and of the state that comes back.
+        workers: how many: each needs some bytes for all else.
+
     Raises:
         ConfigError: with the numbers.
     """

@@ -29,7 +29,7 @@ from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
 from guava_nb.training.plan import Logged, Position, TrainingPlan
 
-__all__ = ["GOES_ON", "build_ensemble", "check_saved", "from_checkpoint", "from_last_run", "goes_on", "unfit", "unlike"]
+__all__ = ["GOES_ON", "build_replicas", "check_saved", "from_checkpoint", "from_last_run", "goes_on", "unfit", "unlike"]
 
 # What a loaded optimizer state lacks, which torch would only find in the first step, at a worker.
 
@@ -85,10 +85,17 @@ GOES_ON = "goes on from the weights of the last run{}{}; --fresh (fresh=True) st
 _STATES = ("model", "buffers", "optimizer", "scheduler", "scaler", "outer")
 
 
-def build_ensemble(
+def build_replicas(
     run_id: str, spec: RunSpec, cells: Sequence[Cell], shared: ModuleType | None, weights: torch.nn.Module | None
 ) -> ReplicaSet:
     """Return a replica set whose master was built from the factory, with the weights of a registered model if there is one.
+
+    Args:
+        run_id: name of the run.
+        spec: its record.
+        cells: shared ones, as text.
+        shared: their module here; None: there is none.
+        weights: the registered model; None: as the factory builds it.
 
     Raises:
         CheckpointError: the registered model is not what the factory builds.
@@ -187,6 +194,11 @@ def check_saved(last: ReplicaSet, why: str) -> None:
 
 def begun_anew(replica_set: ReplicaSet, last: ReplicaSet, strict: bool) -> str:
     """Return what begins anew although the weights go on, in a sentence; "" where nothing is known of.
+
+    Args:
+        replica_set: of the run that begins.
+        last: of the run before.
+        strict: refuse it (check="strict").
 
     Raises:
         ConfigError: the run is strict, and something that the last run changed begins anew.

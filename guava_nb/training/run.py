@@ -454,6 +454,8 @@ class Run:
         frozen = self._sources.frozen()
         with self._lock:
             self._state, self._error, self._message = state, error, message or (str(error) if error else "")
+            if self.history:  # the next epoch may have begun, and nothing of it counts
+                self._epoch = self.history[-1]["epoch"]
             self._waits_until = None
             self._wall_s = time.monotonic() - self._started
             self._sources = frozen

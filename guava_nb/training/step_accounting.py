@@ -209,7 +209,13 @@ class StepAccounting:
         self.team = team
 
     def draw(self, epoch: int, group: Sequence[LoadedBatch], step: int) -> None:
-        """Note the samples of a step that is about to be issued, and where the data stands after it."""
+        """Note the samples of a step that is about to be issued, and where the data stands after it.
+
+        Args:
+            epoch: of the step.
+            group: its loader batches.
+            step: its number, from 0.
+        """
         ids, at, feed = [i for batch in group for i in batch.sample_ids], self.position, self._plan.feed
         self._ledger.draw(epoch, ids)
         every = self._plan.accumulation_steps
@@ -220,7 +226,14 @@ class StepAccounting:
             self._plan.note_place(step, at, len(group), len(ids), lambda: feed.position(at.epoch, at.batches))
 
     def on_commit(self, step: StepInFlight, commit: Commit, loss_sum: float, count: float) -> None:
-        """Count a step that was committed."""
+        """Count a step that was committed.
+
+        Args:
+            step: that was in flight.
+            commit: how it is applied.
+            loss_sum: of all shards.
+            count: what the losses are divided by.
+        """
         machine, ids = step.machine, step.sample_ids()
         if self._replica_set.spec.optimizer_site == "orchestrator":
             self._replica_set.master_step = machine.step

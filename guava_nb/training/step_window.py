@@ -163,7 +163,13 @@ class StepWindow:
         return weights
 
     def issue(self, epoch: int, batches: Sequence[LoadedBatch], team: tuple[int, ...]) -> int:
-        """Send a step to these members; returns its number."""
+        """Send a step to these members; returns its number.
+
+        Args:
+            epoch: of the step.
+            batches: of the loader.
+            team: ranks that take part.
+        """
         weights, self._issued = self._weights(team), True
         parallel = self._membership.replica_set.spec.parallel
         cuts = (

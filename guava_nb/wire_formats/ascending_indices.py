@@ -23,6 +23,7 @@ def _layout(length: int, count: int) -> tuple[int, int]:
     """Return how many low bits are stored (-1: a mark for each element), and the marks of a row."""
     if count == length:
         return -1, 0
+    # With `low` bits stored as they are, a row has a mark for each place and one for each value that the high bits may have.
     sizes = [(count * (low + 1) + (length - 1 >> low), low) for low in range(1, length.bit_length())]
     bits, low = min(sizes, default=(length, -1))
     return (low, count + (length - 1 >> low)) if bits < length else (-1, length)
@@ -47,6 +48,7 @@ def encoded_indices(places: Tensor, length: int) -> tuple[Tensor, Tensor]:
     marks = places.new_zeros(rows, width, dtype=torch.uint8)
     if low < 0:
         return packed(places, 0), packed(marks.scatter_(1, places, 1) if width else marks, 1)
+    # High bits may be equal, but i + high always grows, so no two places share a mark.
     high = (places >> low) + torch.arange(count, device=places.device)
     return packed(places & (1 << low) - 1, low), packed(marks.scatter_(1, high, 1), 1)
 
@@ -66,7 +68,7 @@ def decoded_indices(raw: Tensor, rows: int, length: int, count: int) -> Tensor:
         return torch.arange(length, device=raw.device).expand(rows, length)
     low_bytes = packed_bytes(rows * count, max(low, 0))
     marks = unpacked(raw[low_bytes:], rows * width, 1).view(rows, width)
-    if not bool((marks.sum(1) == count).all()):
+    if not bool((marks.sum(1) == count).all()):  # before `view`, which wants as many places in each row
         raise RemoteProtocolError(f"a chunk has another number of places than the {count} of {length} that were agreed")
     places = marks.nonzero()[:, 1].view(rows, count)
     if low < 0:

@@ -3,6 +3,8 @@
 A scale is a bfloat16, rounded up, so that the largest element of a block fits; NaN as a
 scale says that the elements that are not 0 were not finite.
 Scales below 2**-110 are 0: no product or difference is then denormal, which some devices flush to zero.
+
+Shapes: N elements, K = ceil(N / block) blocks. A message is K scales of 2 bytes, then N numbers of `bits` bits, lowest first.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class Blocks(WireFormat):
         return 2 * -(-numel // self.block) + packed_bytes(numel, self.bits)
 
     def _encode(self, values: Tensor) -> Sequence[Tensor]:
+        """Return the scales, `[K]` of bfloat16, and the packed numbers, `[packed_bytes(N, bits)]` of uint8, of values `[N]`."""
         numel = values.numel()
         if not numel:
             return ()
@@ -52,6 +55,7 @@ class Blocks(WireFormat):
         return scales, packed(codes.view(-1)[:numel], self.bits)
 
     def _decode(self, raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the values, `[N]`, of a message; errors as of `checked_scales`."""
         blocks = -(-numel // self.block)
         scales = checked_scales(raw[: 2 * blocks], _LARGEST / (self._most + 1))
         numbers = unpacked(raw[2 * blocks :], numel, self.bits).to(torch.float32).sub_(self._most + 1)
@@ -64,7 +68,7 @@ class Blocks(WireFormat):
 
 
 def rounded_up(scales: Tensor, most: float) -> Tensor:
-    """Return scales `[blocks]`, at least 0, as bfloat16: rounded up, at most `most`; NaN for one that is not finite."""
+    """Return scales `[K]`, at least 0, as bfloat16: rounded up, at most `most`; NaN for one that is not finite."""
     single = scales.to(torch.float32)
     # A float64 may have become smaller: one step up in the last place of float32.
     bits = single.view(torch.int32) + (single.to(scales.dtype) < scales)
@@ -75,7 +79,7 @@ def rounded_up(scales: Tensor, most: float) -> Tensor:
 
 
 def checked_scales(raw: Tensor, most: float) -> Tensor:
-    """Return the scales that `rounded_up` wrote, `[blocks]` of float32, from their bytes, `[2 * blocks]` of uint8.
+    """Return the scales that `rounded_up` wrote, `[K]` of float32, from their bytes, `[2 K]` of uint8.
 
     Raises:
         RemoteProtocolError: one is below 0, above `most`, or too small.

@@ -22,9 +22,11 @@ class Unchanged(WireFormat):
         return numel * accumulation_dtype(dtype).itemsize
 
     def _encode(self, values: Tensor) -> Sequence[Tensor]:
+        """Return the values `[N]` themselves."""
         return (values,)
 
     def _decode(self, raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the bytes `[N * itemsize]` as values `[N]`; a view."""
         return raw.view(dtype)
 
 
@@ -41,8 +43,10 @@ class Half(WireFormat):
 
     def _encode(self, values: Tensor) -> Sequence[Tensor]:
         # A large finite value must not become the Inf that stops a run.
+        """Return the values `[N]` as halves `[N]`."""
         largest = torch.finfo(self._dtype).max
         return (torch.where(values.isinf(), values, values.clamp(-largest, largest)).to(self._dtype),)
 
     def _decode(self, raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the halves of the bytes `[2 N]` as values `[N]`."""
         return raw.view(self._dtype).to(dtype)

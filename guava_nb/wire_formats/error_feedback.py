@@ -63,6 +63,7 @@ class ErrorFeedback:
         return self._proposed.get(str(key), self._committed.get(str(key)))
 
     def _with_rest(self, key: object, flat: Tensor) -> Tensor:
+        """Return `flat`, `[numel]`, plus `decay` times what earlier messages of that key left out, in float32 or float64."""
         values, before = flat.detach().to(accumulation_dtype(flat.dtype)), self.rest(key)
         if before is None:
             return values

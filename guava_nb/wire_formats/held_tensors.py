@@ -39,6 +39,7 @@ class HeldTensors:
         self._same: dict[str, str] = {}  # name: the first name of the same tensor
         places: dict[tuple[int, torch.Size], str] = {}
         for name, tensor in tensors.items():
+            # Empty tensors may all lie at address 0, and are not tied.
             first = places.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
             self._same[name] = first
             if first == name:
@@ -70,6 +71,7 @@ class HeldTensors:
                 message = TopK(count, CHUNK).encode(piece)
                 messages.append(torch.frombuffer(bytearray(message), dtype=torch.uint8))
                 way += float(piece.double().square().sum())
+                # What the receiver will not get is what the copy lacks after it, so it is in the next message.
                 piece -= TopK(count, CHUNK).decode(message, piece.numel(), dtype)
                 left += float(piece.double().square().sum())
         others = {name: held for name, held in self._held.items() if name not in self._moving}
@@ -102,6 +104,7 @@ class HeldTensors:
             held = self._held.get(name)
             if held is None or name in self._moving or held.shape != tensor.shape or held.dtype != tensor.dtype:
                 raise RemoteProtocolError(f"{name} came as a tensor that is not of this model")
+        # All is decoded before anything is added: a message that does not fit must leave the copy as it was.
         changes = [
             TopK(count, CHUNK).decode(message.numpy().data, sum(part.numel() for part in piece), piece[0].dtype)
             for message, piece in zip(messages, pieces, strict=True)
@@ -156,7 +159,7 @@ class HeldTensors:
                 yield dtype, names
 
     def _places(self, names: Sequence[str], dtype: torch.dtype) -> Iterator[list[Tensor]]:
-        """Yield the flat parts of the copy that each piece of a message is about."""
+        """Yield the flat parts of the copy, views, that each piece of a message is about: at most `_SLICE` elements a piece."""
         piece, room = list[Tensor](), _SLICE
         for name in names:
             rest = self._held[name].view(-1)
@@ -172,7 +175,12 @@ class HeldTensors:
 
 
 def _pieces(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the differences of tensors to those that are held, one after another, in flat pieces."""
+    """Yield the differences of tensors to those that are held, one after another, in flat pieces of at most `_SLICE` elements.
+
+    Args:
+        pairs: what is held, contiguous, and what it is now, of the same shape.
+        dtype: of the pieces, which are memory of their own.
+    """
     parts, room = list[Tensor](), _SLICE
     for held, now in pairs:
         old, new = held.view(-1), now.detach().reshape(-1)

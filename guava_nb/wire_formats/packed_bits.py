@@ -14,7 +14,7 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
-    """Return the numbers, each from 0 to 2**bits - 1, as `[packed_bytes(numel, bits)]` of uint8; 0 bits take no bytes."""
+    """Return numbers of any shape, from 0 to 2**bits - 1, as `[packed_bytes(numel, bits)]` of uint8; 0 bits take none."""
     flat = numbers.reshape(-1)
     if not bits:
         return flat.new_zeros(0, dtype=torch.uint8)
@@ -30,7 +30,7 @@ def packed(numbers: Tensor, bits: int) -> Tensor:
 
 
 def unpacked(raw: Tensor, count: int, bits: int) -> Tensor:
-    """Return the `count` numbers, as int64 where they are cut across bytes and uint8 else, that `packed` put into uint8.
+    """Return the numbers that `packed` put into bytes, `[count]`: int64 where they are cut across bytes, else uint8.
 
     Args:
         raw: `[packed_bytes(count, bits)]` of uint8.

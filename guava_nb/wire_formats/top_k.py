@@ -1,6 +1,9 @@
 """The largest elements of each chunk: where they are, and their values at 32, 8, 4 or 2 bits; all others count as zero.
 
 The sparse updates of SparseLoCo (arXiv:2508.15706) are such messages.
+
+Shapes: a section is R chunks of L elements each, [R, L], of which k are sent: places and values are [R, k]. A message has for
+each section R pairs of levels (bfloat16; none at 32 bits), then the places, then the values.
 """
 
 from __future__ import annotations
@@ -77,28 +80,32 @@ class TopK(WireFormat):
     # ---------------------------------------------------------------------------------------------------------- encode
 
     def _encode(self, values: Tensor) -> Sequence[Tensor]:
+        """Return levels, places and values of each section of values `[N]`, see the module."""
         parts: list[Tensor] = []
         for rows, length, count in self._sections(values.numel()):
             section, values = values[: rows * length].view(rows, length), values[rows * length :]
             places = _largest(section, count)
+            # At 32 bits there are no levels, and the part has no bytes.
             chosen = section.gather(1, places)
             levels, codes = (chosen[:, :0], chosen) if self.bits == 32 else self._quantised(chosen)
             parts += [levels, *encoded_indices(places, length), codes]
         return parts
 
     def _quantised(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return levels, `[rows, 2]` of bfloat16, and the packed codes."""
+        """Return levels, `[R, 2]` of bfloat16, and the packed codes, uint8, of chosen values `[R, k]`."""
         is_finite = chosen.isfinite().all(1, keepdim=True)
         sizes = torch.where(is_finite, chosen.abs(), 0.0)
         levels = torch.stack(self._levels(sizes), 1)
         levels = torch.where(
             is_finite, rounded_up(levels, _LARGEST), torch.full((), float("nan"), dtype=torch.bfloat16)
         )
+        # The levels as the receiver will have them, rounded: else both sides would reckon with other magnitudes.
         low, step = self._scale(levels)
         steps = torch.where(step > 0, (sizes - low) / step, 0.0).round_().clamp_(0, self._most)
         return levels, packed(steps.to(torch.uint8) | (chosen < 0).to(torch.uint8) << self.bits - 1, self.bits)
 
     def _levels(self, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the lower and the upper level of each chunk, both `[R]`, of magnitudes `[R, k]`."""
         largest = sizes.amax(1)
         if self.bits > 2:
             return sizes.amin(1), largest
@@ -112,7 +119,7 @@ class TopK(WireFormat):
         return low / _UNIT * largest, high / _UNIT * largest
 
     def _scale(self, levels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the lower level and the step between magnitudes, each `[rows, 1]` of float32."""
+        """Return the lower level and the step between magnitudes, each `[R, 1]` of float32, of levels `[R, 2]`."""
         low, high = levels.to(torch.float32).unsqueeze(2).unbind(1)
         return low, (high - low) / self._most
 
@@ -130,6 +137,7 @@ class TopK(WireFormat):
         return torch.sparse_coo_tensor(places.unsqueeze(0), values, (numel,), is_coalesced=True, check_invariants=False)
 
     def _decode(self, raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the values, `[N]`, of a message, zeros where none was sent."""
         places, values = self._sent(raw, numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=raw.device).scatter_(0, places, values)
 
@@ -148,13 +156,14 @@ class TopK(WireFormat):
         return self._sent(raw, numel, dtype)
 
     def left_out(self, values: Tensor, message: Any) -> Tensor:
-        """Return what the message of `values` lacks of them; see `WireFormat.left_out`."""
+        """Return what the message of `values`, `[N]`, lacks of them, `[N]`; see `WireFormat.left_out`."""
         places, sent = self.sent(message, values.numel(), values.dtype, values.device)
         rest = values.clone()
-        rest[places] -= sent
+        rest[places] -= sent  # places are unique: this is no sum over equal ones
         return rest
 
     def _sent(self, raw: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return places, `[count]` of int64, ascending, and values, `[count]`, of a message whose length is right."""
         found, first = list[tuple[Tensor, Tensor]](), 0
         for section in self._sections(numel):
             rows, length, count = section
@@ -173,6 +182,17 @@ class TopK(WireFormat):
         return places, values
 
     def _values(self, raw_levels: Tensor, raw_codes: Tensor, rows: int, count: int) -> Tensor:
+        """Return the values of a section, `[R, k]` of float32, from its bytes.
+
+        Args:
+            raw_levels: `[4 R]` of uint8.
+            raw_codes: `[packed_bytes(R k, bits)]` of uint8.
+            rows: R.
+            count: k.
+
+        Raises:
+            RemoteProtocolError: the levels are none that `encode` writes.
+        """
         levels = checked_scales(raw_levels, _LARGEST).view(rows, 2)
         if not bool(((levels[:, 0] <= levels[:, 1]) | levels.isnan().all(1)).all()):
             raise RemoteProtocolError("the levels of a chunk do not ascend, or one alone is NaN")
@@ -183,7 +203,10 @@ class TopK(WireFormat):
 
 
 def _largest(section: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` largest of each row, ascending; what is not finite counts as largest."""
+    """Return the places, `[R, k]`, ascending, of the k = `count` largest of each row of `[R, L]`.
+
+    What is not finite counts as largest.
+    """
     rows, length = section.shape
     if count == length:
         return torch.arange(length, device=section.device).expand(rows, length)
@@ -217,7 +240,10 @@ def _largest_of(section: Tensor, count: int) -> Tensor:
 
 
 def _top(sizes: Tensor, count: int) -> Tensor:
-    """Return the `count` largest of each row, `[rows, count]`, in no order. NumPy's selection takes a quarter of torch's time."""
+    """Return the k = `count` largest of each row of `[R, L]`, `[R, k]`, in no order.
+
+    NumPy's selection takes a quarter of torch's time.
+    """
     if sizes.device.type != "cpu":
         return sizes.topk(count, dim=1, sorted=False).values
     first = sizes.shape[1] - count
@@ -225,7 +251,10 @@ def _top(sizes: Tensor, count: int) -> Tensor:
 
 
 def _true_places(marks: Tensor) -> Tensor:
-    """Return where true values lie in a tensor that is read row by row. NumPy takes a fifth of torch's time."""
+    """Return where true values lie in `[R, L]` that is read row by row, `[how many]` of int64.
+
+    NumPy takes a fifth of torch's time.
+    """
     if marks.device.type != "cpu":
         return marks.view(-1).nonzero()[:, 0]
     return torch.from_numpy(np.flatnonzero(marks.numpy()))

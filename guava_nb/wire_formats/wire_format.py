@@ -96,11 +96,11 @@ class WireFormat(ABC):
 
     @abstractmethod
     def _encode(self, values: Tensor) -> Sequence[Tensor]:
-        """Return the parts of the message of `[numel]` values of float32 or float64."""
+        """Return the parts of the message of values `[numel]`, float32 or float64, in order; each of any dtype and shape."""
 
     @abstractmethod
     def _decode(self, raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return `[numel]` values from the bytes of the message, which have the right length and are at least one."""
+        """Return values `[numel]` of `dtype` from the message's bytes, `[bytes]` of uint8; their length is right and above 0."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -138,7 +138,13 @@ class WorkerLoop:
     # ---------------------------------------------------------------------------------------------------- from outside
 
     def post(self, message: Message, payload: memoryview, done: Callable[[], None] = lambda: None) -> None:
-        """Hand in a message; from any thread."""
+        """Hand in a message; from any thread.
+
+        Args:
+            message: of the orchestrator.
+            payload: its bytes.
+            done: called when the message was handled; of a shard at once, since their number is bounded by bytes.
+        """
         if isinstance(message, Shard):
             # How many of them wait here is bounded by the orchestrator's own credit, in bytes.
             done()

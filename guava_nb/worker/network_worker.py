@@ -227,19 +227,19 @@ class ListeningWorker:
         self._config = config or DistributedConfig()
         self.device = _device(gpu_id)
         self.own, options = _parts(own, model_ctor), link_options(self._config)
-        self._reception = ListeningLoop(
+        self._listening = ListeningLoop(
             lambda: WorkerSession(None, self.device, name, own=self.own, options=options),
             options,
             host or self._config.gpu_host or "127.0.0.1",
             self._config.master_port if port is None else port,
             self._config.tls,
         )
-        self.join_code = self._reception.open()
+        self.join_code = self._listening.open()
 
     @property
     def port(self) -> int:
         """The port that is listened on."""
-        return self._reception.port
+        return self._listening.port
 
     @contextlib.contextmanager
     def behind(
@@ -254,7 +254,7 @@ class ListeningWorker:
         Raises:
             ConfigError: the tunnel cannot be started, or needs to be listened for elsewhere than here.
         """
-        keeper = self._reception.keeper(on_notice, self._config.rejoin_timeout_s, on_code)
+        keeper = self._listening.keeper(on_notice, self._config.rejoin_timeout_s, on_code)
         try:
             yield keeper.use(tunnel)
         finally:
@@ -272,15 +272,15 @@ class ListeningWorker:
             WorkerLost: with `once`, the orchestrator was lost and did not dial again within `rejoin_timeout_s`.
         """
         with _leaves_on_interrupt(self.leave):
-            return self._reception.serve(once, self._config.rejoin_timeout_s)
+            return self._listening.serve(once, self._config.rejoin_timeout_s)
 
     def leave(self) -> None:
         """Leave after the step in work and serve no other orchestrator; from any thread."""
-        self._reception.leave()
+        self._listening.leave()
 
     def close(self) -> None:
         """Stop listening. Safe to call twice."""
-        self._reception.close()
+        self._listening.close()
 
     def __enter__(self) -> ListeningWorker:
         """Return itself: it listens already."""

@@ -287,7 +287,13 @@ class Preparation:
         return DataFacts(message.request_id, tuple(facts))
 
     def check_step(self, run: PreparedRun, message: CheckStep, payload: memoryview) -> StepChecked:
-        """Return how a batch and its pieces differ; the run stays as it is."""
+        """Return how a batch and its pieces differ; the run stays as it is.
+
+        Args:
+            run: in work.
+            message: the question.
+            payload: the bytes of the batch, and of weights to look with.
+        """
         rows = message.rows
         try:
             batches = unpack(message.batch, payload, class_resolver(run.module))
@@ -311,7 +317,13 @@ class Preparation:
         return StepChecked(run_id=message.run_id, request_id=message.request_id, finding=kept)
 
     def form_group(self, run: PreparedRun, message: FormGroup, payload: memoryview) -> GroupFormed:
-        """Join the process group, and build this rank's part of the model over it."""
+        """Join the process group, and build this rank's part of the model over it.
+
+        Args:
+            run: that was prepared.
+            message: members, path and generation.
+            payload: the bytes of an example batch, where stages are measured with one.
+        """
         from guava_nb.replica.group_replica import GroupReplica
 
         seat, replica = self._seat, run.replica

@@ -132,17 +132,17 @@ def _be_dialled(
     from guava_nb.worker.listening import ListeningLoop
 
     host, port = listen
-    reception = ListeningLoop(new_member, link_options(config), host, port, config.tls)
-    code = reception.open()
-    _tee(reception.send)
-    _obey(lambda reason: reception.leave())
+    listening = ListeningLoop(new_member, link_options(config), host, port, config.tls)
+    code = listening.open()
+    _tee(listening.send)
+    _obey(lambda reason: listening.leave())
     try:
-        with _figures_told(reception.figures, tell):
+        with _figures_told(listening.figures, tell):
             # The code goes to the process that started this one, through the pipe, and into no log.
             shown = {"state": "listening", "step": -1, "detail": code.address, "code": code.encode()}
-            return reception.serve(once=False, on_wait=lambda: tell(shown))
+            return listening.serve(once=False, on_wait=lambda: tell(shown))
     finally:
-        reception.close()
+        listening.close()
 
 
 @contextlib.contextmanager

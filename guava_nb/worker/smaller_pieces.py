@@ -49,6 +49,12 @@ def memory_advice(run: PreparedRun | None, request: int, rows: int, pieces: int)
 def refuse_coupled(run: PreparedRun, batch: Any, rows: int, marks: bytes) -> None:
     """See on a few samples whether a batch may be cut.
 
+    Args:
+        run: whose model and loss are looked at.
+        batch: of any nesting.
+        rows: samples in it.
+        marks: along which axes its parts may be cut.
+
     Raises:
         TrainingError: pieces come to another loss than the whole.
     """
@@ -66,7 +72,13 @@ def refuse_coupled(run: PreparedRun, batch: Any, rows: int, marks: bytes) -> Non
 
 
 def axes_for(message: Shard, parts: Sequence[Any], rows: Sequence[int]) -> Sequence[bytes]:
-    """Return how the parts of a shard may be cut further; empty where they must not. What was loaded here is read here."""
+    """Return how the parts of a shard may be cut further; empty where they must not. What was loaded here is read here.
+
+    Args:
+        message: the shard.
+        parts: as they came or were loaded here.
+        rows: samples of each part.
+    """
     if not message.source:
         return message.axes
     readings = [BatchReading() for _ in parts]
@@ -78,7 +90,14 @@ def axes_for(message: Shard, parts: Sequence[Any], rows: Sequence[int]) -> Seque
 
 
 def work_of(message: Shard, parts: Sequence[Any], rows: Sequence[int], num_pieces: int) -> ShardWork:
-    """Return a shard's work, its parts cut into so many pieces each, where they can be cut."""
+    """Return a shard's work, its parts cut into so many pieces each, where they can be cut.
+
+    Args:
+        message: the shard.
+        parts: as they came or were loaded here.
+        rows: samples of each part.
+        num_pieces: into how many each is cut; 1: as it is.
+    """
     pieces, steps = list(zip(parts, rows, strict=True)), message.part_steps
     if num_pieces > 1 and (axes := axes_for(message, parts, rows)):
         finer = [list(cut(part, marks, count, num_pieces)) for (part, count), marks in zip(pieces, axes, strict=True)]

@@ -90,6 +90,11 @@ class OwnData:
     def facts(self, cells: Sequence[Cell], specs: Sequence[DataSpec], module: ModuleType | None) -> list[DataSpec]:
         """Build data sets, and return their records with length and probe.
 
+        Args:
+            cells: shared ones, which a data set may be built from.
+            specs: what to build.
+            module: of the cells.
+
         Raises:
             ConfigError, PreparationError: one cannot be built or has no length.
         """
@@ -97,6 +102,9 @@ class OwnData:
 
     def open(self, cells: Sequence[Cell], specs: Sequence[DataSpec], module: ModuleType | None) -> None:
         """A run begins that reads these, numbered from 1.
+
+        Args:
+            cells, specs, module: as for `facts`.
 
         Raises:
             PreparationError: one is not what the other workers have.

@@ -152,7 +152,7 @@ def test_workers_build_a_first_run_while_it_is_built_here_and_once(
 ) -> None:
     assert session._cluster is not None
     workers = len(session._cluster.roster.ready())
-    build, build_here, built = Preparation._replica, replica_sets.build_ensemble, list[object]()
+    build, build_here, built = Preparation._replica, replica_sets.build_replicas, list[object]()
 
     def counted(preparation: Preparation, *args: Any) -> Any:
         built.append(preparation)
@@ -167,7 +167,7 @@ def test_workers_build_a_first_run_while_it_is_built_here_and_once(
         train(session, optimizer_args={"no_such": 1})
     eventually(lambda: len(built) == workers, "the workers were told of what was refused here")
     built.clear()
-    monkeypatch.setattr(replica_sets, "build_ensemble", after_the_workers)
+    monkeypatch.setattr(replica_sets, "build_replicas", after_the_workers)
     run = train(session)
     assert len(built) == workers
     assert state_bytes(session)[0] < WEIGHTS_BYTES and difference(run.model(), plain(session, 1)) <= 1e-9

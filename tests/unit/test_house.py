@@ -256,7 +256,9 @@ def test_circles_are_found() -> None:
 
 ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 PAGES = sorted(PACKAGE.glob("*.md"))
-READMES = [*PAGES, ROOT / "tests" / "README.md", *(room / "README.md" for room in ROOMS)]
+#: Folders in a room that have a page of their own.
+INNER = sorted(path.parent for path in PACKAGE.glob("*/*/README.md"))
+READMES = [*PAGES, ROOT / "tests" / "README.md", *(room / "README.md" for room in (*ROOMS, *INNER))]
 
 
 def table_files(readme: Path) -> list[str]:
@@ -274,7 +276,11 @@ def modules_of(room: Path) -> set[str]:
     return {path.relative_to(room).as_posix() for path in room.rglob("*.py") if path.name != "__init__.py"}
 
 
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+#: The table of `parallel` has the files of its folders, too.
+WITH_TABLES = [*ROOMS, *(folder for folder in INNER if folder.parent.name != "parallel")]
+
+
+@pytest.mark.parametrize("room", WITH_TABLES, ids=lambda room: room.name)
 def test_the_readme_of_a_room_names_its_files_and_no_others(room: Path) -> None:
     """With or without its ending; a folder that is named stands for all of its files."""
     named = {word.rstrip("/").removesuffix(".py") for word in table_files(room / "README.md")}

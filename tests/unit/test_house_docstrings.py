@@ -43,6 +43,7 @@ def modules() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 
+@cache
 def bases() -> dict[str, list[str]]:
     return {
         found.name: [ast.unparse(base).partition("[")[0] for base in found.bases]
@@ -91,6 +92,60 @@ def test_what_users_call_says_what_each_argument_is() -> None:
         if len(names) >= FEW and (missing := [name for name in names if name not in documented(docs)])
     ]
     assert not lacking, "\n".join(lacking)
+
+
+def named(docstring: str, title: str) -> set[str]:
+    """Names that one section explains, those at its own indentation only."""
+    found, depth = set[str](), None
+    for line in docstring.partition(f"{title}:\n")[2].splitlines():
+        indent = len(line) - len(line.lstrip())
+        depth = indent if depth is None else depth
+        if line.strip() and indent < depth:
+            break
+        if indent == depth and (names := re.match(r"\s*((?:\*{0,2}\w+, )*\*{0,2}\w+)(?: \(.*?\))?:", line)):
+            found |= {name.strip(" *") for name in names[1].split(",")}
+    return found
+
+
+@cache
+def attributes() -> dict[str, set[str]]:
+    """By name of a class, what it assigns, declares or defines, wherever in its code; those of one name together."""
+    found: dict[str, set[str]] = {}
+    for made in (node for module in modules().values() for node in module.body if isinstance(node, ast.ClassDef)):
+        own = found.setdefault(made.name, set())
+        for node in ast.walk(made):
+            if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+            elif isinstance(node, Function):
+                own.add(node.name)
+    return found
+
+
+def all_attributes(name: str) -> set[str]:
+    return attributes().get(name, set()).union(*(all_attributes(base) for base in bases().get(name, ())))
+
+
+def test_a_docstring_names_no_argument_and_no_attribute_that_is_not_there() -> None:
+    """In all rooms, private functions too: it is what a rename leaves behind."""
+    wrong = []
+    for path, top in ((path, top) for path, module in modules().items() for top in module.body):
+        where = path.relative_to(ROOT)
+        if isinstance(top, ast.ClassDef):
+            docs = ast.get_docstring(top) or ""
+            if "Attributes:" in docs and (gone := named(docs, "Attributes") - all_attributes(top.name)):
+                wrong.append(f"{where}:{top.lineno} {top.name}: {', '.join(sorted(gone))}")
+        for function in top.body if isinstance(top, ast.ClassDef) else [top]:
+            if not isinstance(function, Function) or function.args.kwarg is not None:  # else they may be another's
+                continue
+            docs = ast.get_docstring(top if function.name == "__init__" else function) or ""
+            if "Args:" in docs and (gone := named(docs, "Args") - set(parameters(function))):
+                wrong.append(f"{where}:{function.lineno} {function.name}: {', '.join(sorted(gone))}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_names_of_one_section_are_read_at_its_own_indentation() -> None:
+    text = "Do.\n\nArgs:\n    one, *two: both,\n        and more: of these\n\nRaises:\n    ValueError: no."
+    assert named(text, "Args") == {"one", "two"}
 
 
 def test_arguments_are_read_from_a_docstring() -> None:

@@ -82,6 +82,14 @@ def test_every_room_and_every_page_can_be_reached_from_the_page_of_the_house() -
     ] == []
 
 
+def test_the_picture_of_the_rooms_has_the_layers_that_imports_keep() -> None:
+    picture = text_of(PACKAGE / "README.md").partition("```text\n")[2].partition("```")[0]
+    layers = re.search(r"^layers = \[\n(.*?)^\]", text_of(ROOT / "pyproject.toml"), re.M | re.S)
+    assert layers is not None
+    drawn = [match[0] for match in re.findall(r"^  (\w+( \| \w+)*)(?=  |$)", picture, re.M)]
+    assert drawn == re.findall(r'"(.+)"', layers[1])
+
+
 def test_the_glossary_is_short_and_explains_each_term_once() -> None:
     glossary = text_of(PACKAGE / "README.md").partition("## Glossary")[2].partition("\n## ")[0]
     terms = [term for row in re.findall(r"^\| (.+?) \|", glossary, re.M)[2:] for term in row.split(", ")]

@@ -151,7 +151,8 @@ class Answers:
         made = self._models[run_id]
         if made["name"] is None:
             raise ConfigError(
-                f"the model of {run_id} came from a checkpoint, and no line names its class: %guava_save PATH writes its weights"
+                f"the model of {run_id} came from a checkpoint, so its class is not known here: "
+                "%guava_save PATH writes its weights"
             )
         model = self._runs[run_id].model()
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -172,7 +173,9 @@ class Answers:
     def _told(self, error: BaseException) -> dict[str, Any]:
         """An error by class and text, with the lines that a notebook shows of it: the user's frames only."""
         if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
-            error = Interrupted("it was cut short; %guava_status shows where things stand")
+            error = Interrupted(
+                "the cell was interrupted before it was done; %guava_status shows what runs and how far it is"
+            )
         kind, lines = type(error), []
         if render := getattr(error, "_render_traceback_", None):
             lines = render()

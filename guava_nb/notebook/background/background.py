@@ -228,7 +228,8 @@ class Background:
             time.sleep(0.05)
         if record.lives:
             raise ClusterError(
-                f"the session is closed, and its process (pid {record.pid}) has not ended after {_END_S:.0f} s"
+                f"the session is closed, and its process (pid {record.pid}) still runs after {_END_S:.0f} s: end it by "
+                "that number, then %guava_up"
             )
         say("The background session is closed. %guava_up opens a new one in this kernel, with --background beside it.")
 

@@ -134,7 +134,10 @@ class Connection:
             request = self._session.send(self._shell_line, "execute_request", content)["header"]["msg_id"]
             _Request(self, request, shown, patience_s, interrupts).wait()
             if not (folder / ANSWER).exists():
-                raise ClusterError("the background session could not answer; its log says why: %guava_down ends it")
+                raise ClusterError(
+                    "the background session did not answer this cell; its log, beside the session's file, says why. "
+                    "%guava_down ends the session"
+                )
             told = read_value(folder / ANSWER, self._run_of)
         if "error" in told:
             raise told_error(told["error"])
@@ -207,7 +210,7 @@ class _Request:
 
     def _interrupt(self) -> None:
         if not self._began:
-            raise Interrupted("this cell waits no longer for the background session, which does not begin it any more")
+            raise Interrupted("this cell waited for the background session, and nothing of it was done there")
         if os.name == "nt":  # where the signal would end the process
             say("An interrupt does not reach another process on Windows: %guava_stop in the next cell stops a run.")
             return

@@ -112,7 +112,10 @@ def _own_class(name: str) -> type:
     module, _, qualname = name.partition(":")
     found = getattr(importlib.import_module(module), qualname, None) if module.startswith(_OURS) else None
     if not isinstance(found, type):
-        raise ConfigError(f"the background session sent a {name}, which is not known here: it runs another version")
+        raise ConfigError(
+            f"the background session sent a {name}, which this notebook does not know: it runs another version of guava_nb. "
+            "%guava_down, then %guava_up --background"
+        )
     return found
 
 

@@ -106,6 +106,7 @@ class ForwardOnly:
         return dist.get_global_rank(self._group, stage % self._ranks)
 
     def _send(self, boundary: Boundary, tensors: Sequence[Tensor], stage: int) -> None:
+        """Send a record and its tensors to the rank with that stage; sends are waited for at the end of `run`."""
         record = encode(boundary)
         data = len(record).to_bytes(8, "little") + record
         self._post(_bytes_tensor(data[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0")), stage)
@@ -116,10 +117,16 @@ class ForwardOnly:
                 self._post(_wire_form(tensor), stage)
 
     def _post(self, tensor: Tensor, stage: int) -> None:
+        """Begin to send one tensor of any shape, and keep it until it has gone."""
         tensor = tensor.to(self._device)
         self._sent.append((dist.isend(tensor, self._peer(stage), group=self._group), tensor))
 
     def _receive(self, stage: int) -> tuple[Boundary, list[Tensor]]:
+        """Take the record that the stage sent, and its tensors, each of the shape that the record names.
+
+        Raises:
+            CollectiveError: the record is longer than any may be, or is none.
+        """
         head = self._take((_HEAD_BYTES,), torch.uint8, stage)
         data = bytes(head.cpu().tolist())
         length = int.from_bytes(data[:8], "little")
@@ -141,6 +148,7 @@ class ForwardOnly:
         return boundary, tensors
 
     def _take(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Tensor:
+        """Receive one tensor of this shape; an empty one does not travel."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         if tensor.numel():
             dist.recv(_wire_form(tensor), self._peer(stage), group=self._group)
@@ -148,10 +156,14 @@ class ForwardOnly:
 
 
 def _bytes_tensor(data: bytes) -> Tensor:
+    """Return a copy of bytes as a tensor, `[bytes]` uint8."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _wire_form(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor of a dtype that every backend sends; where it can be, it shares the memory."""
+    """Return a contiguous tensor of a dtype that every backend sends, complex `[...]` as `[..., 2]`.
+
+    Where it can be, it shares the memory.
+    """
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -190,7 +190,7 @@ class PipelinePart(ModelPart):
         self.takes_targets = self._rank == self._ranks - 1
         self.reports = self.takes_targets and place.tp == 0
         self.model: nn.Module = nn.ModuleList(self._stages.values())
-        self._programs = ScheduleCache(spec.schedule, self._stages, self._total, place.group, place.device, wire)
+        self._schedules = ScheduleCache(spec.schedule, self._stages, self._total, place.group, place.device, wire)
         self._collect_names()
         self.optimizer = self._make_optimizer(make_optimizer, optimizer)
 
@@ -271,19 +271,19 @@ class PipelinePart(ModelPart):
         sizes = tuple(micro_batch_sizes(rows, count))
         parts = self._cut(inputs, rows, sizes, 0) if self.takes_inputs else []
         labels = self._cut(targets, rows, sizes, 1) if self.takes_targets else []
-        tally = MicrobatchSums()
+        sums = MicrobatchSums()
 
         def loss(number: int, outputs: Any) -> Tensor:
             found = self._criterion(outputs, labels[number], sizes[number])
-            tally.add(found)
+            sums.add(found)
             return found.value * (found.weight * factor)
 
         self._shared.begin()
         with explaining_few_rows(*self._stages.values()), explaining_stages(self._rank, self._ranks):
-            self._programs.run(inputs, parts, sizes, loss)
+            self._schedules.run(inputs, parts, sizes, loss)
         self._shared.check()
         self._rows += rows
-        return tally.measured(rows)
+        return sums.measured(rows)
 
     def stand_in(self, batch: Any) -> None:
         """Do nothing: the ranks of a pipeline do not know of each other's parameters."""
@@ -293,7 +293,7 @@ class PipelinePart(ModelPart):
 
     def forget(self) -> None:
         """Forget all shapes; after a batch that failed on some ranks only, call it on all of them."""
-        self._programs.forget()
+        self._schedules.forget()
 
     def finish_gradients(self) -> Collection[str]:
         """Complete the gradients of a step: copies of tied parameters, then replicas, are added up."""
@@ -312,16 +312,16 @@ class PipelinePart(ModelPart):
         """
         if stand_in:
             return _NOTHING
-        tally = MicrobatchSums()
+        sums = MicrobatchSums()
         targets = to_device(batch[1], self._place.device) if self.takes_targets else None
 
         def last(number: int, outputs: Any) -> None:
-            tally.add(self._criterion(outputs, targets, rows))
+            sums.add(self._criterion(outputs, targets, rows))
             if observer is not None:
                 observer(whole_logits(outputs), targets, rows)
 
         self._forward(batch[0], last)
-        return tally.measured(rows)
+        return sums.measured(rows)
 
     def predict_batch(self, batch: Any, rows: int, forward: Forward, stand_in: bool = False) -> list[Predicted]:
         """Return outputs and rows in evaluation mode, on the last rank; others have none."""
@@ -335,7 +335,7 @@ class PipelinePart(ModelPart):
         # Not in micro-batches: nothing tells whether a loss or outputs of a part are those of the whole batch.
         parts = [to_device(inputs, self._place.device)] if self.takes_inputs else []
         with torch.no_grad(), evaluating(self.model), explaining_stages(self._rank, self._ranks):
-            self._programs.passage.run(parts, 1, last)
+            self._schedules.forward_only.run(parts, 1, last)
 
     # ----------------------------------------------------------------------------------------------------- gradients
 

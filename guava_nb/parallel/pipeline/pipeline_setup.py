@@ -121,6 +121,7 @@ def costs_for(spec: ParallelSpec, example: Any) -> Callable[[Traced], list[float
 
 
 def _broadcast(tensor: Tensor) -> Tensor:
+    """Return rank 0's tensor on every rank of the default group, on the CPU; all pass one of the same shape and dtype."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     tensor = tensor.to(device)
     dist.broadcast(tensor, 0)

@@ -25,7 +25,7 @@ from guava_nb.wire_formats.registry import WIRE_FORMATS
 
 __all__ = ["ScheduleCache"]
 
-#: ScheduleCache hold a buffer for every tensor and micro-batch that arrives, so few are kept; records of shapes are small.
+#: Programs hold a buffer for every tensor and micro-batch that arrives, so few are kept; records of shapes are small.
 _MOST_PROGRAMS = 4
 _MOST_SHAPES = 256
 _KEEP, _BUILD, _PROBE = 0, 1, 2
@@ -51,7 +51,7 @@ class ScheduleCache:
         self._group, self._device = group, device
         self._rank = dist.get_rank(group)
         self._model = nn.ModuleList(stages.values())
-        self.passage = ForwardOnly(stages, total, group, device)
+        self.forward_only = ForwardOnly(stages, total, group, device)
         self._programs: OrderedDict[int, Program] = OrderedDict()
         self._shapes: OrderedDict[int, Shapes] = OrderedDict()
         self._numbers: OrderedDict[tuple[Any, ...], int] = OrderedDict()
@@ -66,7 +66,7 @@ class ScheduleCache:
             inputs: of the batch, on the first rank.
             parts: the inputs of each micro-batch, on the first rank.
             sizes: rows of each micro-batch.
-            loss: takes number and outputs of a micro-batch and returns what backward starts from, on the last rank.
+            loss: takes number and outputs of a micro-batch and returns the scalar that backward starts from, on the last rank.
         """
         key = (sizes, _signature(inputs), *_context(self._device, self._model))
         number, order = self._announce(key)
@@ -110,7 +110,7 @@ class ScheduleCache:
         numbers = [0] if sizes[0] == sizes[-1] else [0, len(sizes) - 1]
         shapes = Shapes(sizes, self._wire)
         with showing_dependence(self._model, self._wire), unchanged(self._model, self._device):
-            self.passage.run(
+            self.forward_only.run(
                 [parts[number] for number in numbers] if parts else [],
                 len(numbers),
                 lambda number, outputs: None,

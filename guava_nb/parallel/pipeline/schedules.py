@@ -3,6 +3,9 @@
 Torch gets numbers of micro-batches instead of inputs and labels: what belongs to number k is looked up here, so a label
 cannot meet another micro-batch's output, and batches may have any structure. The shapes between stages are given, so
 that torch has no reason to ask for them with pickled objects.
+
+Shapes: flat tensors between stages are [L], as `stage_messages` makes them; M micro-batches. GPipe: Huang et al. 2019,
+arXiv:1811.06965. 1F1B and interleaved 1F1B: Narayanan et al. 2021, arXiv:2104.04473.
 """
 
 from __future__ import annotations
@@ -60,10 +63,12 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return a copy of each tensor, of its own shape."""
         return tuple(tensor.clone() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        """Return each copy's gradient; autograd fills in zeros where there is none."""
         return tuple(gradient.contiguous() for gradient in gradients)
 
 
@@ -72,16 +77,18 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        """Return a copy of `tensor`; `others` have any shape."""
         ctx.save_for_backward(*others)
         return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradient as it is for the tensor, and zeros for the others."""
         return (gradient, *(torch.zeros_like(other) for other in ctx.saved_tensors))
 
 
 def _with_gradients(flats: Sequence[Tensor]) -> list[Tensor]:
-    """Return received tensors, those that want gradients joined."""
+    """Return received flat tensors, each `[L]`, those that want gradients joined."""
     wanting = [flat for flat in flats if flat.requires_grad]
     joined = iter(_applied(_Joint, *wanting)) if wanting else iter(())
     return [next(joined) if flat.requires_grad else flat for flat in flats]
@@ -119,6 +126,15 @@ class _Station(nn.Module):
             raise
 
     def _forward(self, number: int, arrived: Sequence[Tensor]) -> Any:
+        """Run one micro-batch.
+
+        Args:
+            number: of the micro-batch.
+            arrived: flat tensors of the stage before, each `[L]`; of the first stage the micro-batch's number alone.
+
+        Returns:
+            Flat tensors, each `[L]`; of the last stage a 0, `[1]`, as its outputs stay here for the loss.
+        """
         rows = self._shapes.sizes[number]
         if self._first:
             _check_number(int(arrived[0]), number)
@@ -140,6 +156,16 @@ class _Station(nn.Module):
         return self._frozen_before or not any(result.requires_grad for result in results)
 
     def _pack(self, result: Any, rows: int, anchors: Sequence[Tensor]) -> list[Tensor]:
+        """Return a stage's result as flat tensors, each `[L]`.
+
+        Args:
+            result: of the stage.
+            rows: of the micro-batch.
+            anchors: received tensors for which torch wants a gradient, though the result may not depend on them.
+
+        Raises:
+            TrainingError: another shape than for a micro-batch of as many rows before.
+        """
         expected = self._shapes.leaving[self._index][rows]
         record, tensors = take_apart(result, gradient=False)
         if record.tree != expected.tree or [t.shape for t in record.tensors] != [t.shape for t in expected.tensors]:
@@ -192,6 +218,7 @@ class Program:
         self._schedule = _torch_schedule(schedule, torchs, self._count, total, self._loss_of)
 
     def _loss_of(self, output: Tensor, number: Tensor) -> Tensor:
+        """Return the scalar from which backward starts; `output` is what torch carries, `number` the micro-batch's, `[]`."""
         assert self._last is not None and self._loss is not None
         outputs, anchors = self._last.outputs.pop(int(number))
         loss = self._loss(int(number), outputs)
@@ -204,7 +231,7 @@ class Program:
 
         Args:
             inputs: of each micro-batch, on the rank with the first stage.
-            loss: takes number and outputs of a micro-batch and returns what backward starts from, on the last rank.
+            loss: takes number and outputs of a micro-batch and returns the scalar that backward starts from, on the last rank.
         """
         self._loss = loss
         numbers = torch.arange(self._count)
@@ -228,6 +255,7 @@ class Program:
 
 
 def _example(slot: Slot) -> Tensor:
+    """Return a tensor without memory of the slot's form, `[L]`, from which torch makes its receive buffers."""
     return torch.empty(slot.length, dtype=slot.torch_dtype, device="meta", requires_grad=slot.gradient)
 
 
@@ -246,6 +274,7 @@ def _torch_stage(
 def _torch_schedule(
     name: str, stages: list[PipelineStage], count: int, total: int, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> Any:
+    """Return torch's schedule of that name; `count` micro-batches, `total` stages, of which `stages` are here."""
     if name == "interleaved" and len(stages) > 1:
         return ScheduleInterleaved1F1B(cast(Any, stages), count, loss_fn=loss, scale_grads=False)
     # 1F1B with fewer micro-batches than stages never gets to its steady state, and torch refuses it; it would do what

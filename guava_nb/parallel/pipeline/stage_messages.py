@@ -3,6 +3,9 @@
 torch's schedules want to know every tensor in advance, in one shape, and floating, because a gradient comes back for
 each. So a value is taken apart into its tensors, and each becomes a flat tensor as long as the largest micro-batch
 needs; what has no gradient travels as its bits. Records are msgpack with a fixed schema; nothing is pickled.
+
+Shapes: a tensor of a record has any shape; its flat form is [L], where L is its slot's length, as large as the largest
+micro-batch needs. Float tensors travel in their own dtype (complex as pairs of reals), all others as bits in float32.
 """
 
 from __future__ import annotations
@@ -149,6 +152,7 @@ def take_apart(value: Any, gradient: bool) -> tuple[Boundary, list[Tensor]]:
 
 
 def _tree(value: Any, tensors: list[Tensor]) -> list[Any]:
+    """Return the nested lists of a record, each with its kind first; tensors are added to `tensors`, in order."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return ["tensor"]
@@ -173,11 +177,18 @@ def _tree(value: Any, tensors: list[Tensor]) -> list[Any]:
 
 
 def put_together(boundary: Boundary, tensors: Sequence[Tensor], device: torch.device) -> Any:
-    """Return the value of a record; a device in it becomes this stage's."""
+    """Return the value of a record; a device in it becomes this stage's.
+
+    Args:
+        boundary: the record.
+        tensors: in its order.
+        device: of this stage: the tensors are moved there.
+    """
     return _value(boundary.tree, iter(tensors), device)
 
 
 def _value(tree: Any, tensors: Iterator[Tensor], device: torch.device) -> Any:
+    """Return the value of nested lists; takes the tensors in order, each moved to the device."""
     match tree:
         case ["tensor"]:
             return next(tensors)
@@ -242,7 +253,14 @@ def slots_of(boundaries: Sequence[Boundary], wire: WireFormat) -> tuple[Slot, ..
 def pack(
     tensors: Sequence[Tensor], boundary: Boundary, slots: Sequence[Slot], device: torch.device, wire: WireFormat
 ) -> list[Tensor]:
-    """Return each tensor as a flat one of its slot's length; those with a gradient stay in the graph."""
+    """Return each tensor as a flat one of its slot's length, `[L]`; those with a gradient stay in the graph.
+
+    Args:
+        tensors, boundary: as `take_apart` gives them.
+        slots: one a tensor, at least as long as it needs.
+        device: where they are to lie.
+        wire: how those that it shortens travel.
+    """
     return [
         _flat(tensor.to(device), spec, slot, wire)
         for tensor, spec, slot in zip(tensors, boundary.tensors, slots, strict=True)
@@ -250,6 +268,7 @@ def pack(
 
 
 def _flat(tensor: Tensor, spec: TensorSpec, slot: Slot, wire: WireFormat) -> Tensor:
+    """Return one tensor as `[L]` of the slot's dtype, zeros behind its elements; without a gradient as a copy of its bits."""
     if spec.gradient or _is_shortened(spec, wire):
         real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         flat = real.reshape(-1).contiguous()  # an expanded tensor flattens to one that no backend sends
@@ -264,11 +283,12 @@ def _flat(tensor: Tensor, spec: TensorSpec, slot: Slot, wire: WireFormat) -> Ten
 
 
 def unpack(flats: Sequence[Tensor], boundary: Boundary, wire: WireFormat) -> list[Tensor]:
-    """Return the tensors of a record from their flat form."""
+    """Return the tensors of a record, each of its own shape, from their flat form `[L]`."""
     return [_shaped(flat, spec, wire) for flat, spec in zip(flats, boundary.tensors, strict=True)]
 
 
 def _shaped(flat: Tensor, spec: TensorSpec, wire: WireFormat) -> Tensor:
+    """Return one tensor of the record's shape and dtype; with a gradient in full a view of `flat`, else a copy."""
     dtype = spec.torch_dtype
     if _is_shortened(spec, wire):
         flat = from_words(flat, wire, _numel(spec), dtype.to_real())

@@ -210,6 +210,12 @@ def time_costs(traced: Traced, inputs: Any, runs: int = 3) -> list[float]:
 def find_cuts(traced: Traced, stages: int, split: Sequence[str], costs: Callable[[Traced], list[float]]) -> list[int]:
     """Return at which units the second and later stages begin.
 
+    Args:
+        traced: the model's units, in the order in which they run.
+        stages: how many there will be.
+        split: names of the modules with which the second and later stages begin; empty: balanced by `costs`.
+        costs: gives the weight of each unit.
+
     Raises:
         ConfigError: the split points are not one fewer than the stages, are not called, or leave the first stage empty.
     """

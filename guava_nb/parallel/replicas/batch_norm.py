@@ -4,6 +4,8 @@ torch's SyncBatchNorm wants GPUs and NCCL or gloo, and takes its group when it i
 state and names, and only their forward changes. Replicas may have unlike numbers of rows, or none: means and squared
 deviations of each are put together by the rule of Chan, Golub and LeVeque (1983), which loses no digits where a sum of
 squares would.
+
+Shapes: input [B, C, ...], C channels; R replicas. All arithmetic is float32 (float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class _SumOverGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the sum over all ranks, of the tensor's own shape."""
         ctx.group = group
         total = tensor.clone()
         dist.all_reduce(total, group=group)
@@ -35,6 +38,7 @@ class _SumOverGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the sum of all ranks' gradients."""
         total = gradient.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
@@ -47,6 +51,7 @@ class _Synced(_BatchNorm):
     _stand_in: bool
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input, `[B, C, ...]` in its own dtype; statistics are those of all replicas' rows."""
         if self.running_mean is not None and not self.training:
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
@@ -62,7 +67,14 @@ class _Synced(_BatchNorm):
         return normal.to(input.dtype)
 
     def _statistics(self, x: Tensor) -> tuple[float, Tensor, Tensor]:
-        """Return elements per channel, means and summed squared deviations [channels], over all replicas."""
+        """Return elements per channel, means and summed squared deviations, both `[C]`, over all replicas.
+
+        Args:
+            x: this replica's rows, `[B, C, ...]`; B may be 0.
+
+        Raises:
+            ValueError: in training all replicas together have one value per channel; in torch's words.
+        """
         dims = [0, *range(2, x.dim())]
         count = x.numel() // x.shape[1]
         mean = x.sum(dims) / max(1, count)  # of no rows, which the layer gets where all are masked, 0 and not NaN
@@ -84,7 +96,11 @@ class _Synced(_BatchNorm):
 
     @torch.no_grad()
     def _move(self, mean: Tensor, variance: Tensor) -> None:
-        """Running statistics follow as in torch: by momentum, or as the mean of all steps without one."""
+        """Move the running statistics as torch does: by momentum, or as the mean of all steps without one.
+
+        Args:
+            mean, variance: of all replicas' rows, `[C]`; the variance is the unbiased one.
+        """
         assert self.running_mean is not None and self.running_var is not None
         factor = self.momentum
         if self.num_batches_tracked is not None:

@@ -11,6 +11,8 @@ whole replicas and by the ranks of a group alike:
 - else whole numbers are added up, and all others averaged by samples; a person is told, because neither need be right.
 
 The option `buffers` of a run replaces the last three rules for the buffers that it names.
+
+Shapes: a change is flat, [N]: N elements of the buffer, twice as many where it is complex.
 """
 
 from __future__ import annotations
@@ -69,16 +71,17 @@ class ChangeFacts(NamedTuple):
 
 
 def facts_of(change: Tensor, rows: int) -> Tensor:
-    """Return the facts of a flat change as numbers, `[2]`, on its device."""
+    """Return the facts of a change `[N]` as numbers, `[2]` float64, on its device; `rows`: samples of this replica."""
     total, wide = change.sum(dtype=torch.float64), change.double()
     counts = (total >= max(rows, 1)) & (total % max(rows, 1) == 0) & ((wide >= 0) & (wide == wide.round())).all()
     return torch.stack([counts, (wide == 1).all()]).double()
 
 
 def numbers(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor as a flat one whose differences can be taken: complex numbers as pairs, integers as int64.
+    """Return a tensor as a flat one, `[N]`, whose differences can be taken: complex numbers as pairs, integers as int64.
 
     Args:
+        tensor: of any shape.
         dtype: of all others; None: their own, and float32 for halves.
     """
     tensor = tensor.detach()
@@ -90,12 +93,13 @@ def numbers(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def change_of(before: Tensor, after: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return by how much a tensor changed, flat, for `taken`.
+    """Return by how much a tensor changed, `[N]`, for `taken`.
 
     What was infinite, NaN or as good as infinite (a causal mask, the least value seen so far, which begins at 1e30) has no
     difference that holds the new value: it stayed, which is 0, or the new value stands for the change.
 
     Args:
+        before, after: of one shape.
         dtype: as for `numbers`.
     """
     old, new = numbers(before, dtype), numbers(after, dtype)
@@ -108,7 +112,7 @@ def change_of(before: Tensor, after: Tensor, dtype: torch.dtype | None = None) -
 
 
 def taken(before: Tensor, change: Tensor) -> Tensor:
-    """Return a tensor after a change, as `change_of` gives it."""
+    """Return a tensor, of the shape and dtype of `before`, after a change `[N]` as `change_of` gives it."""
     now = numbers(before, change.dtype if change.is_floating_point() else None)
     if now.is_floating_point():
         is_new = ~(now.abs() < _ENDLESS) & (change != 0)
@@ -123,17 +127,19 @@ def taken(before: Tensor, change: Tensor) -> Tensor:
 
 
 def _nearly_nothing(change: Tensor) -> float:
+    """Return the number of the change's dtype that stands for "became 0"."""
     return torch.finfo(change.dtype).tiny * _MANY
 
 
 def is_lost(before: Tensor, after: Tensor, change: Tensor) -> Tensor:
-    """Return whether the new value cannot be told from its change, as a truth value on the device.
+    """Return whether the new value cannot be told from its change, as a truth value `[]` on the device.
 
     Beside a very large value that a buffer leaves (a sentinel of 1e30) the new one has no digits in their difference; whole
     numbers whose change is larger than 2**53 (2**24) have too many for a float64 (float32).
 
     Args:
-        change: as `change_of` gives it, in the dtype in which it travels.
+        before, after: of one shape.
+        change: as `change_of` gives it, `[N]`, in the dtype in which it travels.
     """
     old, new = numbers(before), numbers(after)
     if not old.is_floating_point():
@@ -146,7 +152,7 @@ def is_lost(before: Tensor, after: Tensor, change: Tensor) -> Tensor:
 
 
 def lost_text(name: str, before: Tensor, after: Tensor) -> str:
-    """Say that the new value of a tensor is lost in its change, and what to do."""
+    """Say that the new value of a tensor is lost in its change, and what to do; `before` and `after` are of one shape."""
     if not (before.is_floating_point() or before.is_complex()):
         step = float((numbers(after).double() - numbers(before).double()).abs().max())
         return (
@@ -240,11 +246,12 @@ def way_of(
 
 
 def combined(way: Way, changes: list[Tensor], rows: list[int]) -> Tensor:
-    """Return one change of all replicas' changes, in their dtype; none is kept.
+    """Return one change, `[N]`, of all replicas' changes, in their dtype; it shares no memory with them.
 
     Args:
         way: as `way_of` returned it.
-        changes, rows: of each replica that had samples.
+        changes: of each replica that had samples, each `[N]`.
+        rows: samples of each of these.
     """
     if way in ("same", "first"):
         return changes[0].clone()

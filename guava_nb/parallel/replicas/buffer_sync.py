@@ -57,7 +57,14 @@ class BufferSync:
         full_names: Mapping[str, str] | None = None,
         policies: str = "auto",
     ) -> None:
-        """Observer at the buffers of a model whose replicas are the ranks of `group`; `policies` is the run's option."""
+        """Look at the buffers of a model whose replicas are the ranks of a group.
+
+        Args:
+            model: its buffers, and the parameters that are followed as such.
+            group: of the replicas.
+            policies: the run's option `buffers`.
+            full_names: names in the whole model, by those here; None: they are the same.
+        """
         self._group, self._size, self._rank = group, dist.get_world_size(group), dist.get_rank(group)
         frozen = [(name, p) for name, p in followed_parameters(model) if not isinstance(p, DTensor)]
         found = [*model.named_buffers(), *frozen]
@@ -76,6 +83,7 @@ class BufferSync:
         self._before = [self._live(i).detach().clone() for i in range(len(self._owners))]
 
     def _live(self, index: int) -> Tensor:
+        """Return the tensor that stands there now, not a copy."""
         module, key = self._owners[index]
         tensor = module._buffers.get(key, module._parameters.get(key))
         assert tensor is not None
@@ -101,7 +109,15 @@ class BufferSync:
         self.mark()
 
     def _agree(self, changes: Sequence[Tensor], rows: int) -> tuple[list[bool], list[int], dict[int, Way]]:
-        """Return which tensors moved anywhere, each replica's rows, and what becomes of those that moved."""
+        """Return which tensors moved anywhere, each replica's rows, and what becomes of those that moved.
+
+        Args:
+            changes: of each tensor, `[N]`, as `change_of` gives them.
+            rows: samples of this replica.
+
+        Raises:
+            TrainingError: a new value is lost in its change, on any replica.
+        """
         count, size = len(changes), self._size
         looked = len(self._uncertain)
         facts = changes[0].new_zeros(count + size + (4 * size + 1) * looked, dtype=torch.float64)
@@ -139,6 +155,13 @@ class BufferSync:
         return anywhere, all_rows, ways
 
     def _exchange(self, way: Way, changes: Sequence[Tensor], all_rows: Sequence[int]) -> None:
+        """Make of the changes here, each `[N]`, in place what those of all replicas come to.
+
+        Args:
+            way: for all of them.
+            changes: of one dtype.
+            all_rows: samples of each replica.
+        """
         flat = torch.cat([change.reshape(-1) for change in changes])
         if way == "average":
             share = all_rows[self._rank] / max(1, sum(all_rows))
@@ -161,6 +184,6 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _digest(change: Tensor) -> Tensor:
-    """Two numbers by which replicas see whether they changed a tensor alike, `[2]`; the second one minds the places."""
+    """Return two numbers by which replicas see whether they changed a tensor alike, `[2]`; the second one minds the places."""
     wide = change.double()
     return torch.stack([wide.sum(), wide @ torch.arange(1, len(wide) + 1, device=wide.device, dtype=torch.float64)])

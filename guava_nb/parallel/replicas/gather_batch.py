@@ -4,6 +4,8 @@ A user's loss or model calls `gather_batch`. Who runs it says before, with `gath
 to gather, a gather over the replicas, or a refusal. All gradients of a step are summed over the replicas, each weighted by
 its samples; so it is right both when every replica computes the loss of the whole batch, and when each computes that of its
 own samples against the whole batch.
+
+Shapes: b samples of this replica, B of the batch, the sum over the replicas; `...` all other dims, alike everywhere.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ def refusing(why: str) -> Gather:
 
 
 def gather_over(group: dist.ProcessGroup, stand_in: bool) -> Gather:
-    """Return what gathers over the replicas of a group; a stand-in takes part and adds no rows."""
+    """Return what gathers over the replicas of a group, `[b, ...]` to `[B, ...]`; a stand-in takes part and adds no rows."""
     return lambda tensor: _Gathered.apply(tensor[:0] if stand_in else tensor, group)  # type: ignore[no-untyped-call]
 
 
@@ -93,6 +95,11 @@ def end_gathers(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _rows_of_all(group: dist.ProcessGroup, device: torch.device, rows: int) -> list[int]:
+    """Return how many rows each replica has; `rows` of this one.
+
+    Raises:
+        TrainingError: some replicas gather, and others have said that their forward is over.
+    """
     counts = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(counts, counts.new_tensor([rows]), group=group)
     found: list[int] = counts.tolist()
@@ -110,6 +117,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the rows of all replicas, `[B, ...]`, of this one's, `[b, ...]`, in rank order."""
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         rows = _rows_of_all(group, tensor.device, len(tensor))
         ctx.group, ctx.first, ctx.rows = group, sum(rows[:rank]), rows[rank]
@@ -125,6 +133,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of this replica's rows, `[b, ...]`: the sum of what all ranks found, each `[B, ...]`."""
         wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.dtype
         total = gradient.to(wide, copy=True).contiguous()
         dist.all_reduce(total, group=ctx.group)

@@ -6,6 +6,8 @@ parameters and send bucket 0, 1, 2, ... in this order, whatever order their back
 A parameter may get a gradient on one replica and none on another. So each bucket ends with one number per parameter,
 1 where it got a gradient: added up, it tells who has one. Nobody waits for these numbers during the step: each rank goes on
 as if all had gradients where it has, the device compares, and `settle` corrects what was otherwise once that is known.
+
+Shapes: a bucket on the wire is flat, [E + P]: E elements of the gradients of its P parameters, then P marks.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class GradientSum:
         self._under_way.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
 
     def _mark(self, number: int, like: Tensor) -> Tensor:
-        """Return who has a gradient here, `[parameters]`: on the device already where that is as in an earlier step."""
+        """Return who has a gradient here, `[P]`: on the device already where that is as in an earlier step."""
         present = tuple(parameter.grad is not None for _, parameter in self._buckets[number])
         if (number, present) not in self._marks:
             if len(self._marks) > 4 * len(self._buckets):  # it changes all the time
@@ -95,8 +97,8 @@ class GradientSum:
         """Send what is left; then gradients are the sums, and `settle` completes those that this rank had none of.
 
         Returns:
-            A float64 scalar on the device: above 0 where another rank has a gradient that this one lacks, or lacks one that
-            this one has. None where there are no buckets.
+            A float64 scalar, `[]`, on the device: above 0 where another rank has a gradient that this one lacks, or lacks
+            one that this one has. None where there are no buckets.
         """
         while len(self._under_way) < len(self._buckets):
             self._send_next()
@@ -131,7 +133,7 @@ class GradientSum:
 
 
 def _take(bucket: NamedParameters, flat: Tensor, chosen: Sequence[bool]) -> None:
-    """Make the chosen gradients of a bucket what its sums, `[elements + parameters]`, say: views where dtype and strides fit."""
+    """Make the chosen gradients of a bucket what its sums, `[E + P]`, say: views where dtype and strides fit."""
     views = flat[: -len(bucket)].split([parameter.numel() for _, parameter in bucket])  # type: ignore[no-untyped-call]
     for (_, parameter), view, is_chosen in zip(bucket, views, chosen, strict=True):
         if not is_chosen:

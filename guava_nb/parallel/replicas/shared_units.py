@@ -37,6 +37,7 @@ class _Mark(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, call: Callable[[], None] | None) -> Tensor:
+        """Return a scalar `[]` that is never read; `call` is called when its gradient comes."""
         ctx.call = call
         return torch.empty_like(token)
 
@@ -53,6 +54,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *marks: Tensor) -> Tensor:
+        """Return a copy of the loss, `[]`; each mark is a scalar of `_Mark`."""
         ctx.marks, ctx.device = len(marks), marks[0].device
         return loss.clone()
 
@@ -185,6 +187,11 @@ class SharedUnits:
     # ---------------------------------------------------------------------------------------------------------- a call
 
     def _enter(self, unit: _Unit, args: Any, kwargs: Any, backward: bool) -> tuple[Any, Any, Tensor | None]:
+        """Do what FSDP2 does before a call.
+
+        Returns:
+            The call's arguments, and the scalar `[]` by which its backward is seen; None without a backward.
+        """
         if not backward:
             args, kwargs = unit.enter(unit.module, args, kwargs)
             self.began = True
@@ -196,6 +203,7 @@ class SharedUnits:
         return args, kwargs, _mark(kwargs.pop(_TOKEN), partial(self._complete, unit))
 
     def _leave(self, unit: _Unit, args: Any, output: Any, token: Tensor | None) -> Any:
+        """Do what FSDP2 does after a call, with the scalar that `_enter` gave; returns the call's output."""
         if unit.nested:
             self._take_turns(EXIT, unit.name)
         if token is None:
@@ -258,7 +266,7 @@ class SharedUnits:
         return self._orders.setdefault(kind, CallOrder(self._habit, self._smallest))
 
     def end_forward(self, loss: Tensor) -> Tensor:
-        """Stand in for what other replicas still run; returns the loss, on which all calls hang."""
+        """Stand in for what other replicas still run; returns the loss, a scalar, on which all calls hang."""
         self._take_turns(EXIT, "")
         self._order.end()
         for unit in self._units:
@@ -326,4 +334,5 @@ def _owned(output: Any) -> Any:
 
 
 def _is_view(tensor: Tensor) -> bool:
+    """Whether a tensor of any shape is a view that takes a gradient."""
     return tensor.requires_grad and tensor._base is not None

@@ -34,6 +34,11 @@ def owners(named: Mapping[str, nn.Parameter], ranks: int) -> dict[str, int]:
 def own_share(optimizer: Optimizer, named: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> dict[str, int]:
     """Cut an optimizer to this rank's parameters and let every step end with all ranks holding all of them.
 
+    Args:
+        optimizer: of all parameters; it is changed in place.
+        named: all parameters, by full name.
+        group: of the replicas.
+
     Returns:
         The owner of each parameter, a rank of `group`.
 

@@ -78,13 +78,20 @@ class FullOrder:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what of a tensor lies on this rank, without its graph; a sharded one shares its memory."""
+    """Return what of a tensor lies on this rank, without its graph: of a DTensor its shard, which shares its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def pieces_of(name: str, tensor: Tensor, layout: Layout, index: int = 0) -> list[StatePiece]:
-    """Cut this rank's part of a tensor into pieces on the CPU, copies of their own."""
+    """Cut this rank's part of a tensor into pieces on the CPU, copies of their own.
+
+    Args:
+        name: its key in the full state.
+        tensor: of the layout's local shape, or a DTensor with such a part.
+        layout: where the part lies in the full tensor.
+        index: place of the key in the full state dict.
+    """
     local = local_part(tensor)
     return [
         StatePiece(name, box.of_local(local).to("cpu", copy=True).contiguous(), layout.full, box.full, index)
@@ -115,6 +122,7 @@ def assemble(ranks: Iterable[Sequence[StatePiece]]) -> dict[str, Tensor]:
 
 
 def _join(pieces: Sequence[StatePiece]) -> Tensor:
+    """Return the full tensor of its pieces, `[*piece.shape]`; a single piece is it. Errors as of `assemble`."""
     first = pieces[0]
     here, wanted = sum(piece.tensor.numel() for piece in pieces), math.prod(first.shape)
     if any(piece.shape != first.shape for piece in pieces):
@@ -209,6 +217,7 @@ def optimizer_pieces(
 
 
 def _entry(name: str, key: str, value: Any, layout: Layout, parameter: Tensor) -> Any:
+    """Return one value of a parameter's optimizer state: pieces where it has the parameter's shape, else a copy on the CPU."""
     if not isinstance(value, Tensor):
         return value
     if tuple(value.shape) == tuple(parameter.shape) and value.ndim:
@@ -226,6 +235,12 @@ def _plain(value: Any) -> Any:
 @torch.no_grad()
 def load_tensor(name: str, into: Tensor, full: Tensor, layout: Layout) -> None:
     """Copy this rank's part of a full tensor into a local one.
+
+    Args:
+        name: for the error.
+        into: of the layout's local shape, or a DTensor with such a part; written in place.
+        full: of the layout's full shape.
+        layout: where the part lies.
 
     Raises:
         CheckpointError: the full tensor has another shape than the model's.
@@ -277,6 +292,7 @@ def _options_for(member: Sequence[str], order: FullOrder, full: Mapping[str, Any
 
 
 def _local_entry(name: str, value: Any, parameter: Tensor, layout: Layout) -> Any:
+    """Return this rank's part of one value of an optimizer's state: cut where it has the parameter's full shape, else a copy."""
     if not isinstance(value, Tensor):
         return value
     if value.ndim == 0 or tuple(value.shape) != layout.full:

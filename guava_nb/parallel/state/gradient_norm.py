@@ -21,8 +21,13 @@ def gradient_square(
     Every element counts on exactly one rank: copies on the first of those that hold them, shards where they lie.
     Padding never counts, since a local part has none.
 
+    Args:
+        named: this rank's parameters, by full name.
+        layouts: what is here of each.
+        dp, tp: this rank's places on the axes of replicas and of split layers.
+
     Returns:
-        A float64 scalar on the parameters' device.
+        A float64 scalar, `[]`, on the parameters' device.
     """
     counted = [
         local_part(parameter.grad)

@@ -116,7 +116,7 @@ class LocalTensors:
 def hold(
     module: nn.Module, full_names: Mapping[str, str], order: FullOrder, axes: MeshAxes, replica: int
 ) -> LocalTensors:
-    """Observer at a module after all spreading, and before its first forward.
+    """Look at a module after all spreading, and before its first forward.
 
     Args:
         module: the local module. Layers that hold a part say so in an attribute `layouts`: own tensor name to layout.

@@ -16,14 +16,24 @@ __all__ = ["Box", "Layout", "chunk_bounds", "even_bounds"]
 
 
 def even_bounds(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Return [start, end) of a part; lengths differ by one at most, the longer ones come first."""
+    """Return [start, end) of a part; lengths differ by one at most, the longer ones come first.
+
+    Args:
+        length: of the dim.
+        parts: into how many it is cut.
+        index: of the part.
+    """
     base, longer = divmod(length, parts)
     start = index * base + min(index, longer)
     return start, start + base + (index < longer)
 
 
 def chunk_bounds(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Return [start, end) of a part as torch.chunk cuts, which is how FSDP2 shards: the last parts may be empty."""
+    """Return [start, end) of a part as torch.chunk cuts, which is how FSDP2 shards: the last parts may be empty.
+
+    Args:
+        length, parts, index: as for `even_bounds`.
+    """
     size = -(-length // parts)
     return min(index * size, length), min((index + 1) * size, length)
 
@@ -37,15 +47,16 @@ class Box:
     full: tuple[int, ...]
 
     def of_local(self, tensor: Tensor) -> Tensor:
-        """Return the view of this box in a tensor of the local shape."""
+        """Return the view of this box, `[*shape]`, in a tensor of the local shape."""
         return _view(tensor, self.local, self.shape)
 
     def of_full(self, tensor: Tensor) -> Tensor:
-        """Return the view of this box in a tensor of the full shape."""
+        """Return the view of this box, `[*shape]`, in a tensor of the full shape."""
         return _view(tensor, self.full, self.shape)
 
 
 def _view(tensor: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Return the view `[*shape]` of a tensor that begins at these offsets, one a dim."""
     for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     return tensor
@@ -77,7 +88,13 @@ class Layout:
 
     @classmethod
     def ranges(cls, shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Layout:
-        """The ranges [start, end) of one dimension are here, one after the other; other ranks have the rest."""
+        """The ranges [start, end) of one dimension are here, one after the other; other ranks have the rest.
+
+        Args:
+            shape: of the full tensor.
+            dim: that is cut.
+            ranges: what is here, in the order in which it lies here.
+        """
         boxes, at = [], 0
         for start, end in ranges:
             sizes, local, full = list(shape), [0] * len(shape), [0] * len(shape)
@@ -109,7 +126,7 @@ class Layout:
         return (tp == 0 or not self.tensor_copies) and (dp == 0 or not self.data_copies)
 
     def cut(self, full: Tensor) -> Tensor:
-        """Return a new tensor: the part of a full one that belongs here."""
+        """Return the part of a full tensor, `[*self.full]`, that belongs here, `[*self.local]`, in memory of its own."""
         local = full.new_empty(self.local)
         for box in self.boxes:
             box.of_local(local).copy_(box.of_full(full))

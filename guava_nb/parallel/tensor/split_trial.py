@@ -4,6 +4,8 @@ No rule about names or classes knows what a user's forward does between two laye
 threads as there will be ranks each get a copy of the module, split for their rank, and random inputs in float64, in
 both modes and of several sizes; outputs, every gradient, all buffers and what the forward leaves in attributes are compared
 with the whole module's. What fails is not split that way. What only other numbers would show is for tensor_check.py.
+
+Shapes: W the width that the module takes; the random input is [2, 5, W] or [3, W], float64.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from guava_nb.nested import leaves
+from guava_nb.parallel.module_state import unheard
 from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
 
 __all__ = ["SplitTrial", "try_split"]
@@ -64,12 +67,15 @@ class _ThreadRanks:
     meeting: _Meeting
 
     def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of all threads' tensors, of the tensor's own shape."""
         return torch.stack(self._meet(tensor)).sum(dim=0)
 
     def collect(self, tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Return every thread's `[..., lengths[r]]`, in rank order."""
         return self._meet(tensor)
 
     def _meet(self, tensor: Tensor) -> list[Tensor]:
+        """Wait for all threads, and return every thread's tensor, without its graph, in rank order."""
         self.meeting.slots[self.rank] = tensor.detach()
         self.meeting.barrier.wait()
         everybody = list(self.meeting.slots)
@@ -79,7 +85,14 @@ class _ThreadRanks:
 
 @dataclass(slots=True)
 class _Run:
-    """One forward and backward."""
+    """One forward and backward.
+
+    Attributes:
+        output: all floating-point outputs, one after the other, `[numel]`.
+        gradients: of parameters by name, and of the input as "<input>"; each of its tensor's shape.
+        buffers: by name, after the forward.
+        left: what the forward left in attributes, by path.
+    """
 
     output: Tensor
     gradients: dict[str, Tensor | None]
@@ -135,14 +148,23 @@ def try_split(module: nn.Module, width: int, ranks: int, split: Split) -> SplitT
 
 
 def _tell(story: _Story, module: nn.Module, given: Tensor, count: int) -> None:
+    """Run a module on `given * scale` for every try, one after the other; what is raised becomes the story's problem."""
     try:
-        for training, scale in _TRIES:
-            story.runs.append(_run(module.train(training), given * scale, count))
+        with unheard():
+            for training, scale in _TRIES:
+                story.runs.append(_run(module.train(training), given * scale, count))
     except Exception as problem:  # Whatever a user's forward raises on a strange input: it cannot be tried.
         story.problem = problem
 
 
 def _run(module: nn.Module, given: Tensor, count: int) -> _Run:
+    """Run forward and backward once.
+
+    Args:
+        module: whole or split.
+        given: input, `[2, 5, W]` or `[3, W]`; handed over `count` times, as query, key and value are.
+        count: of the module's arguments.
+    """
     module.zero_grad()
     before = _attributes(module)
     leaf = given.clone().requires_grad_()
@@ -183,6 +205,11 @@ def _left(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Tens
 
 
 def _split_stories(original: nn.Module, given: Tensor, count: int, ranks: int, split: Split) -> list[_Story]:
+    """Run the split module in one thread a rank; `given` and `count` as in `_run`.
+
+    Returns:
+        What each rank saw, by rank.
+    """
     meeting = _Meeting(threading.Barrier(ranks, timeout=_WAIT_S), [given] * ranks)
     stories = [_Story(problem=TimeoutError("did not end")) for _ in range(ranks)]
 
@@ -250,6 +277,7 @@ def _same_state(part: _Run, whole: _Run) -> bool:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors have one shape and differ by at most 1e-8 of the largest number; whole numbers must be equal."""
     if a.shape != b.shape:
         return False
     if not (b.is_floating_point() or b.is_complex()):

@@ -1,4 +1,8 @@
-"""nn.MultiheadAttention of which each rank has some heads. Names and full shapes of its parameters stay torch's."""
+"""nn.MultiheadAttention of which each rank has some heads. Names and full shapes of its parameters stay torch's.
+
+Shapes: B batch, T targets (queries), S sources (keys and values), H the whole width, N all heads, n this rank's heads, D a
+head's width, so H = N D. Scaled dot-product attention: Vaswani et al. 2017, arXiv:1706.03762.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +53,7 @@ class SplitAttention(nn.Module):
         self.out_proj = RowLinear(whole.out_proj, ranks, single, scatters=False)
 
     def _take(self, name: str, parameter: Tensor | None, own: list[tuple[int, int]]) -> None:
+        """Register this rank's rows of a weight `[H or 3 H, I]` or bias `[H or 3 H]`; None where there is none."""
         if isinstance(parameter, nn.Parameter):
             self.layouts[name] = Layout.ranges(tuple(parameter.shape), 0, own)
             self.register_parameter(name, part_of(parameter, self.layouts[name]))
@@ -66,7 +71,12 @@ class SplitAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend with this rank's heads and add the ranks up; see nn.MultiheadAttention."""
+        """Attend with this rank's heads and add the ranks up; arguments and results as of nn.MultiheadAttention.
+
+        Returns:
+            `[B, T, H]` (`[T, B, H]` without `batch_first`, `[T, H]` unbatched), and the weights of all heads
+            `[B, N, T, S]`, or their mean `[B, T, S]`; None where they are not asked for.
+        """
         batched = query.dim() == 3
         inputs = [query, key, value]
         if not batched:
@@ -87,6 +97,7 @@ class SplitAttention(nn.Module):
         return output, weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query `[B, T, n D]`, key and value `[B, S, n D]` of this rank's heads, from whole inputs `[B, T or S, I]`."""
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         weights = (
             self.in_proj_weight.chunk(3)
@@ -101,11 +112,18 @@ class SplitAttention(nn.Module):
         return q, k, v
 
     def _split_heads(self, tensor: Tensor) -> Tensor:
+        """Return `[B, n, T or S, D]` of `[B, T or S, n D]`; a view."""
         heads = self.heads[self.ranks.rank]
         return tensor.view(*tensor.shape[:2], heads, self.head_dim).transpose(1, 2)
 
     def _mask(self, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """Join both masks into one to be added to the scores: [batch or 1, heads or 1, targets, sources]."""
+        """Join both masks into one to be added to the scores: `[B or 1, n or 1, T or 1, S]`; None where there is none.
+
+        Args:
+            q, k: `[B, n, T, D]`, `[B, n, S, D]`.
+            padding: `[B, S]`, of sources that are no tokens.
+            mask: `[T, S]`, or `[B N, T, S]` for all heads.
+        """
         joined = None
         if mask is not None:
             joined = _additive(mask, q)
@@ -122,6 +140,7 @@ class SplitAttention(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
+        """Return what the heads see, `[B, n, T, D]`, and their weights `[B, n, T, S]`, None where they are not asked for."""
         dropout = self.dropout if self.training else 0.0
         if not need_weights:
             return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout), None
@@ -131,6 +150,7 @@ class SplitAttention(nn.Module):
         return weights @ v, weights
 
     def _all_weights(self, weights: Tensor, average: bool) -> Tensor:
+        """Return the weights of all ranks' heads: `[B, n, T, S]` to `[B, N, T, S]`, or to their mean `[B, T, S]`."""
         if average:
             summed: Tensor = total(weights.sum(dim=1), self.ranks)
             return summed / self.num_heads
@@ -139,6 +159,7 @@ class SplitAttention(nn.Module):
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:
+    """Return a mask in the dtype of `like`, to be added: a bool one has -inf where it is True; any shape."""
     if mask.dtype == torch.bool:
         zeros: Tensor = torch.zeros_like(mask, dtype=like.dtype)
         return zeros.masked_fill(mask, float("-inf"))

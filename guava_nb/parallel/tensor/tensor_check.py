@@ -125,6 +125,11 @@ class _Check:
                 raise TrainingError(self._text(module, difference))
 
     def _run(self, module: nn.Module, args: Any, kwargs: Any, whole: bool) -> list[Tensor]:
+        """Run the module's forward on copies of its arguments; `whole`: with whole activations around each layer.
+
+        Returns:
+            The floating-point tensors of its output, complex `[...]` as `[..., 2]`.
+        """
         device = next(iter(self._here.layers.values())).weight.device
         with torch.no_grad(), untouched(module, device), WithoutRandomness():
             if whole:
@@ -164,13 +169,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """Return the largest relative difference of two runs' outputs; 0 where the second has no finite size."""
+    """Return the largest relative difference of two runs' outputs, tensor by tensor; 0 where the second has no finite size."""
     if [t.shape for t in a] != [t.shape for t in b]:
         return float("inf")
     return max(_differences(a, b), default=0.0)
 
 
 def _differences(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[float]:
+    """Give for each pair of tensors of one shape the norm of the difference by the norm of the second one."""
     for one, other in zip(a, b, strict=True):
         size = float(torch.linalg.vector_norm(other.double()))
         apart = float(torch.linalg.vector_norm(one.double() - other.double()))
@@ -179,6 +185,7 @@ def _differences(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[float]:
 
 
 def _slack(outputs: Sequence[Tensor]) -> float:
+    """Return which relative difference the order of sums may explain, by the widest slack of the outputs' dtypes."""
     if outputs and torch.is_autocast_enabled(outputs[0].device.type):
         return _HALF_SLACK
     return max((_SLACK.get(output.dtype, _HALF_SLACK) for output in outputs), default=0.0)

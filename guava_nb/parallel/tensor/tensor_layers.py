@@ -2,6 +2,9 @@
 
 A layer says in `layouts` which part of the full tensor each of its parameters is. Parameters are plain tensors, so any
 optimizer, `foreach` and `fused` ones too, and FSDP2 work on them as they are.
+
+Shapes: `...` any leading dims, usually [B, S]; I inputs and O outputs of the whole layer, i and o this rank's of them; V the
+vocabulary, v this rank's rows of it; H the embedding's width. Weights are stored as torch's are: a Linear's is [O, I].
 """
 
 from __future__ import annotations
@@ -38,12 +41,15 @@ def ranges_of(length: int, ranks: int, unit: int = 1, repeats: int = 1) -> list[
 
 
 def part_of(parameter: Tensor, layout: Layout) -> nn.Parameter:
-    """Return this rank's part of a whole parameter."""
+    """Return a copy of this rank's part of a whole parameter; `layout` says which box of the full shape that is."""
     return nn.Parameter(layout.cut(parameter.detach()), requires_grad=parameter.requires_grad)
 
 
 def _order(ranges: Ranges) -> Tensor | None:
-    """Return where each element of the ranks' parts, one after the other, lies in the whole; None: in its own place."""
+    """Return where each element of the ranks' parts, one after the other, lies in the whole, `[O]` or `[I]`.
+
+    None: each lies in its own place.
+    """
     order = torch.cat([torch.arange(start, end) for own in ranges for start, end in own])
     return None if torch.equal(order, torch.arange(len(order))) else order
 
@@ -53,9 +59,16 @@ def _lengths(ranges: Ranges) -> list[int]:
 
 
 class ColumnLinear(nn.Module):
-    """A Linear of which each rank has some outputs; with `gathers` its output is whole again on every rank.
+    """A Linear of which each rank has some outputs: weight `[o, I]`, bias `[o]`.
 
-    With `gathers_late` it becomes whole when somebody looks at it, which a loss over a vocabulary need not.
+    With `gathers` its output is whole again on every rank. With `gathers_late` it becomes whole when
+    somebody looks at it, which a loss over a vocabulary need not.
+
+    Args:
+        linear: the whole layer; its tensors are not kept.
+        ranks: who shares it.
+        ranges: of the outputs, for every rank.
+        gathers: the output is whole on every rank.
     """
 
     def __init__(self, linear: nn.Linear, ranks: Ranks, ranges: Ranges, gathers: bool) -> None:
@@ -75,7 +88,7 @@ class ColumnLinear(nn.Module):
             self.bias = part_of(linear.bias, self.layouts["bias"])
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's outputs, or all."""
+        """Return `[..., o]` of `[..., I]`; with `gathers` `[..., O]`."""
         output = functional.linear(enter(input, self.ranks), self.weight, self.bias)
         if self.randomness is not None and self.training:
             self.randomness.enter(id(self), input.device)
@@ -93,7 +106,16 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A Linear of which each rank has some inputs; its output is whole. With `scatters` its input is whole too."""
+    """A Linear of which each rank has some inputs: weight `[O, i]`; its output is whole.
+
+    With `scatters` its input is whole, too.
+
+    Args:
+        linear: the whole layer; its bias is kept.
+        ranks: who shares it.
+        ranges: of the inputs, for every rank.
+        scatters: the input is whole.
+    """
 
     def __init__(self, linear: nn.Linear, ranks: Ranks, ranges: Ranges, scatters: bool) -> None:
         super().__init__()
@@ -107,7 +129,10 @@ class RowLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the sum over all inputs; the bias is added once, after it."""
+        """Return `[..., O]`, the sum over all inputs, of `[..., i]`, or of `[..., I]` with `scatters`.
+
+        The bias is added once, after the sum.
+        """
         if self.randomness is not None and self.training:
             self.randomness.leave(input.device)
         if self.scatters:
@@ -124,7 +149,13 @@ class RowLinear(nn.Module):
 
 
 class VocabEmbedding(nn.Module):
-    """An Embedding of which each rank has some rows: rows of others count as zero, and the ranks add up."""
+    """An Embedding of which each rank has some rows, `[v, H]`: rows of others count as zero, and the ranks add up.
+
+    Args:
+        embedding: the whole one.
+        ranks: who shares it.
+        ranges: of the rows, one for every rank.
+    """
 
     def __init__(self, embedding: nn.Embedding, ranks: Ranks, ranges: Ranges) -> None:
         super().__init__()
@@ -136,10 +167,10 @@ class VocabEmbedding(nn.Module):
         self.weight = part_of(embedding.weight, self.layouts["weight"])
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the rows of `input`.
+        """Return the rows of the indices: `[...]` whole numbers to `[..., H]`.
 
         Raises:
-            IndexError: an index is outside the whole vocabulary.
+            IndexError: an index is outside the whole vocabulary (looked at on the CPU only).
         """
         # A rank that ignored an index nobody has would make it a row of zeros; on CUDA looking would stop the stream.
         if input.device.type == "cpu" and input.numel():

@@ -45,10 +45,12 @@ class SplitRandomness:
 
 
 def _state(device: torch.device) -> Tensor:
+    """Return the state of torch's generator of a device, `[bytes]` uint8 on the CPU."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _restore(device: torch.device, state: Tensor) -> None:
+    """Put a state of `_state` back."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:

@@ -3,6 +3,9 @@
 Whole logits are rows x classes: far more than anything else a step would send. So a vocabulary's head returns logits
 that are put together only if somebody looks at them. `cross_entropy` does not: it needs a maximum and two sums per row.
 Whatever else is done to such logits, they are gathered first, which is always right.
+
+Shapes: N rows (tokens), V all classes, v this rank's, so V is the sum of `lengths`. The stable sum of exponentials shifts each
+row by its maximum over all ranks, as Megatron-LM's vocabulary-parallel cross entropy does (arXiv:1909.08053).
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ __all__ = ["SplitLogits", "split_cross_entropy", "whole_logits"]
 
 
 class SplitLogits(Tensor):
-    """Logits whose last dim is split over ranks; looks like the whole tensor.
+    """Logits `[..., V]` of which this rank has `[..., v]`; looks like the whole tensor.
 
     Attributes:
-        local: this rank's classes.
+        local: this rank's classes, `[..., v]`.
         lengths: every rank's number of classes.
         ranks: who shares them.
     """
@@ -43,7 +46,7 @@ class SplitLogits(Tensor):
         return made
 
     def gathered(self) -> Tensor:
-        """Return the whole logits; a second call sends nothing. All ranks must call it alike."""
+        """Return the whole logits `[..., V]`; a second call sends nothing. All ranks must call it alike."""
         whole = self.__dict__["_whole"]
         if whole is None:
             whole = self.__dict__["_whole"] = gather(self.local, self.ranks, self.lengths)
@@ -77,6 +80,7 @@ def whole_logits(value: Any) -> Any:
 
 
 def _reshaped(logits: SplitLogits, *shape: Any) -> Any:
+    """Reshape the leading dims; NotImplemented where the classes would not stay the last dim as a whole."""
     sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
     classes = logits.shape[-1]
     if not sizes or not all(isinstance(size, int) for size in sizes) or sizes[-1] not in (-1, classes):
@@ -94,6 +98,7 @@ def _product(sizes: Sequence[int]) -> int:
 
 
 def _flattened(logits: SplitLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    """Flatten leading dims; NotImplemented where the classes would be among them."""
     last = end_dim % logits.local.dim()
     if last == logits.local.dim() - 1:
         return NotImplemented
@@ -101,6 +106,8 @@ def _flattened(logits: SplitLogits, start_dim: int = 0, end_dim: int = -1) -> An
 
 
 def _cast(name: str) -> Callable[..., Any]:
+    """Return a method that does to this rank's classes what the tensor method of that name does."""
+
     def cast(logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
         return SplitLogits(getattr(logits.local, name)(*args, **kwargs), logits.lengths, logits.ranks)
 
@@ -117,6 +124,7 @@ def _entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
+    """Do torch's `cross_entropy` of logits `[N, V]` and targets `[N]`; NotImplemented where it needs whole logits."""
     fits = logits.local.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
     if not fits or label_smoothing or size_average is not None or reduce is not None:
         return NotImplemented
@@ -158,8 +166,18 @@ _OWN: dict[Any, Callable[..., Any]] = {
 
 
 class _RowLosses(torch.autograd.Function):
+    """Minus the logarithm of each row's probability of its target; the ranks exchange a maximum and two sums a row."""
+
     @staticmethod
     def forward(ctx: Any, local: Tensor, target: Tensor, start: int, ranks: Ranks) -> Tensor:
+        """Return the losses `[N]`.
+
+        Args:
+            local: this rank's logits, `[N, v]`, at least float32.
+            target: classes, `[N]`, counted over all ranks.
+            start: this rank's first class.
+            ranks: who shares the classes.
+        """
         rows, classes = local.shape
         highest = local.max(dim=1).values if classes else local.new_full((rows,), float("-inf"))
         everybody = ranks.collect(highest.unsqueeze(1), [1] * ranks.size)
@@ -176,6 +194,7 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient `[N, v]` of `local`: probability less one at the target, by the row's gradient `[N]`."""
         shares, index, own = ctx.saved_tensors
         change = shares * gradient.unsqueeze(1)
         if shares.shape[1]:
@@ -189,11 +208,14 @@ def split_cross_entropy(
     """Return what torch's cross_entropy gives on the whole logits.
 
     Args:
-        logits: [rows, classes].
-        target: class of each row, [rows].
-        weight: of each class, whole.
+        logits: `[N, V]`.
+        target: class of each row, `[N]`.
+        weight: of each class, whole, `[V]`.
         ignore_index: target of rows that do not count.
         reduction: "mean", "sum" or "none".
+
+    Returns:
+        A scalar, or `[N]` with "none", in the dtype of the logits; float32 for halves under autocast.
 
     Raises:
         IndexError: a target is outside the classes (on the CPU, where looking costs nothing).

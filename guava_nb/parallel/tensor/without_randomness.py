@@ -86,6 +86,7 @@ class WithoutRandomness(TorchFunctionMode):
         return result
 
     def _fill(self, func: Callable[..., Any], result: Tensor, constant: float) -> None:
+        """Note what was drawn, and put a constant into all of the result, in place."""
         self.drawn.add(func.__name__.strip("_"))
         with torch.no_grad():
             result.fill_(constant)
@@ -106,6 +107,7 @@ class WithoutRandomness(TorchFunctionMode):
 def _rrelu_trains(
     input: Tensor, lower: float = 0.0, upper: float = 0.0, training: bool = False, inplace: bool = False
 ) -> bool:
+    """Whether `rrelu` with these arguments, torch's, draws random slopes."""
     return training
 
 

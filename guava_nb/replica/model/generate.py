@@ -2,6 +2,8 @@
 
 Each prompt is continued by itself, and its random numbers come from its own seed: what comes of it does not depend on which
 prompts are beside it, or where. Knows models that give logits [B, T, V]; knows no tokenizer and no workers.
+
+Shapes: B prompts (1 here), T tokens, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -144,6 +146,11 @@ class _Streamer:
 
 
 def _by_model(model: Any, prompt: Tensor, how: Sampling, tell: Callable[[int], None]) -> Tensor:
+    """Return the tokens, `[new or fewer]`, with which the model's own `generate` continues a prompt `[T]`.
+
+    Raises:
+        ConfigError: it gave several sequences.
+    """
     settings: dict[str, Any] = {"max_new_tokens": how.new, "do_sample": how.temperature > 0, **how.more}
     if how.temperature > 0:
         settings.setdefault("temperature", how.temperature)
@@ -164,6 +171,7 @@ def _by_model(model: Any, prompt: Tensor, how: Sampling, tell: Callable[[int], N
 
 
 def _by_loop(model: nn.Module, prompt: Tensor, how: Sampling, choice: _Choice, tell: Callable[[int], None]) -> Tensor:
+    """Return the tokens, `[new or fewer]`, that a loop of one token after the other puts behind a prompt `[T]`."""
     tokens = prompt[None]
     for _ in range(how.new):
         logits = _logits(model, tokens if how.context is None else tokens[:, -how.context :])
@@ -176,7 +184,11 @@ def _by_loop(model: nn.Module, prompt: Tensor, how: Sampling, choice: _Choice, t
 
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """What a model says of the next token: its output, the output's `logits`, or the first of several."""
+    """Return what a model says of tokens `[B, T]`, `[B, T, V]`: its output, the output's `logits`, or the first of several.
+
+    Raises:
+        ConfigError: that is no such tensor.
+    """
     outputs = model(tokens)
     logits = getattr(outputs, "logits", outputs)
     logits = logits[0] if isinstance(logits, tuple) else logits
@@ -197,7 +209,7 @@ class _Choice:
         self._random = torch.Generator().manual_seed(seed)
 
     def of(self, logits: Tensor) -> int:
-        """Choose one."""
+        """Choose one of logits `[V]`."""
         if self._temperature == 0:
             return int(logits.argmax())
         scores = logits.to("cpu", torch.float64) / self._temperature

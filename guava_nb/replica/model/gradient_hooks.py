@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from guava_nb.errors import ConfigError
+from guava_nb.parallel.module_state import unheard
 from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
 
 __all__ = ["GradientHooks"]
@@ -38,7 +39,7 @@ class _Hooked:
     after: dict[int, Callable[[Tensor], Any]]
 
     def call(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Take in one more gradient of `parameter`, as the end of a backward does."""
+        """Take in one more gradient of `parameter`, of its shape, as the end of a backward does."""
         for hook in list(self.before.values()):
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
@@ -47,11 +48,15 @@ class _Hooked:
             hook(parameter)
 
     def tried(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """Return the gradient of a stand-in after these backwards; None: hooks raised, changed the values, or dropped it."""
+        """Return the gradient of a stand-in after these backwards, each of the parameter's shape.
+
+        None: hooks raised, changed the values, or dropped it.
+        """
         stand_in = nn.Parameter(self.parameter.detach().clone())
         try:
-            for gradient in gradients:
-                self.call(stand_in, gradient.clone())
+            with unheard():
+                for gradient in gradients:
+                    self.call(stand_in, gradient.clone())
         except Exception:  # the user's own
             return None
         return stand_in.grad if torch.equal(stand_in, self.parameter) else None

@@ -169,7 +169,11 @@ class LocalReplica(Replica):
         return [one.read() for one in launched]
 
     def _begun(self, common: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights that a round begins with, and have them in the model: with what this worker keeps of its own way."""
+        """Return the weights with which a round begins, and have them in the model: the common ones less what was kept back here.
+
+        Args:
+            common: the committed weights, by name; returned as they are where nothing was kept back.
+        """
         rests = {bucket: self.wire.rest(bucket.index) for bucket in self.layout.buckets if self._method.keeps_rest}
         if not any(rest is not None for rest in rests.values()):
             return common
@@ -220,7 +224,17 @@ class LocalReplica(Replica):
     def _come_to_mixing(
         self, work: ShardWork, early: _Early | None, begun: Mapping[str, Tensor], saved: list[Tensor]
     ) -> tuple[_Early | None, int]:
-        """Take the first steps where they were not taken, and mix in what the round begins with; return them and their number."""
+        """Take the first steps where they were not taken, and mix in what the round begins with.
+
+        Args:
+            work: the round's shard.
+            early: the first steps, where they were taken already.
+            begun: the weights with which the round begins, by name.
+            saved: the committed buffers.
+
+        Returns:
+            The first steps and their number; None and 0 where the last round left nothing here.
+        """
         if self._away is None:  # nothing was done before
             return None, 0
         if early is None:
@@ -270,7 +284,14 @@ class LocalReplica(Replica):
     def _changes(
         self, weights: Mapping[str, Tensor], saved: list[Tensor], part: float, shared: bool
     ) -> dict[int, tuple[bytes, Tensor]]:
-        """Return the pseudo-gradient, times this `part` where it is added up, and what became of the buffers, by bucket."""
+        """Return, by bucket, presence bits and how far the weights went, `[numel]` in the wire dtype; and the buffers' changes.
+
+        Args:
+            weights: those with which the round began, by name.
+            saved: the committed buffers.
+            part: this shard's part of the samples, a factor of what is added up.
+            shared: other workers get it: on the CPU, and checked. Else what earlier messages left out is added.
+        """
         if shared:
             self._watch.check()
             self._switches.frozen()
@@ -312,6 +333,7 @@ class LocalReplica(Replica):
         return [one for one in (self.optimizer, self.scheduler) if one is not None]
 
     def _weights(self) -> dict[str, Tensor]:
+        """Return copies of the parameters, by name."""
         return {name: parameter.detach().clone() for name, parameter in self._named.items()}
 
     def _held_inner(self) -> list[dict[str, Any]]:
@@ -338,6 +360,7 @@ class LocalReplica(Replica):
             vars(one).update(kept)
 
     def _go_back(self, weights: Mapping[str, Tensor], saved: list[Tensor], start: Sequence[dict[str, Any]]) -> None:
+        """Put weights, buffers, optimizer and schedule back to the round's start."""
         self._put_inner(start)
         with torch.no_grad():
             for name, value in weights.items():

@@ -39,7 +39,14 @@ def curves(
     epochs: Sequence[Record],
     energy: Callable[[], Sequence[Record]],
 ) -> dict[str, Any]:
-    """Return what a status has of them, by the names there."""
+    """Return what a status has of them, by the names there.
+
+    Args:
+        history: a record per committed step.
+        validations: a record per validation.
+        epochs: a record per ended epoch.
+        energy: gives a record per worker, with the joules of its epochs.
+    """
     drawn = thin(history)
     rates = (record["learning_rate"] for record in reversed(history[-20:]))
     return {
@@ -88,7 +95,11 @@ def epoch_figures(
     validations: Sequence[Record],
     energy: Callable[[], Sequence[Record]],
 ) -> tuple[EpochFigures, ...]:
-    """Return the table of the epochs that were ended."""
+    """Return the table of the epochs that were ended.
+
+    Args:
+        epochs, history, validations, energy: as for `curves`.
+    """
     first = max(0, len(epochs) - _EPOCHS)
     measured = energy() if epochs else ()
     made = []

@@ -71,7 +71,14 @@ class StateKeeper:
         self._files = files
 
     def keep(self, run: PreparedRun, question: FetchState, step: int, ticks: int) -> None:
-        """Copy the state of the last committed step, and answer when it is kept as wanted; raises what `Replica.state` does."""
+        """Copy the state of the last committed step, and answer when it is kept as wanted; raises what `Replica.state` does.
+
+        Args:
+            run: in work.
+            question: with the order to save, which says where and what.
+            step: the last committed one.
+            ticks: that its schedule has had.
+        """
         order, began = question.save, time.monotonic()
         assert order is not None and isinstance(run.replica, Replica)
         state, schedule = run.replica.state(), run.replica.schedule_state()

@@ -304,14 +304,14 @@ def test_local_sync_is_of_data_mode() -> None:
     with pytest.raises(ConfigError, match="--sync local lets every worker take steps of its own"):
         demo.DemoOptions(mode="zero", sync="local")
     assert demo.DemoOptions(sync="local").sync_every == 10
-    with pytest.raises(ConfigError, match="--outer sparse is of rounds of local steps: give --sync local too"):
+    with pytest.raises(ConfigError, match="--outer sparse belongs to rounds of local steps: add --sync local"):
         demo.DemoOptions(outer="sparse")
 
 
 def test_options_of_rounds_are_those_of_a_run() -> None:
     given = options("--sync", "local", "--sync-every", "6", "--outer", "partial", "--sync-delay", "2")
     assert given.rounds() == {"sync_every": 6, "outer": "partial", "sync_delay": 2} and DemoOptions().rounds() == {}
-    with pytest.raises(ConfigError, match="--sync-delay 2 is of rounds of local steps: give --sync local too"):
+    with pytest.raises(ConfigError, match="--sync-delay 2 belongs to rounds of local steps: add --sync local"):
         options("--sync-delay", "2")
     with pytest.raises(ConfigError, match="sync_delay is 10, and a round has 10 steps"):
         options("--sync", "local", "--sync-delay", "10")

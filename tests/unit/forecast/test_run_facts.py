@@ -8,7 +8,7 @@ from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.forecast.run_facts import RunFacts, peeked
 from guava_nb.protocol.framing import message_bytes
 from guava_nb.protocol.messages import Message, Ready, StepApplied
-from guava_nb.training.initial_state import build_ensemble
+from guava_nb.training.initial_state import build_replicas
 from guava_nb.training.plan import TrainingPlan
 from tests.support.training import loader, spec
 
@@ -29,7 +29,7 @@ class StrangeReport(Message, frozen=True):
 @pytest.fixture
 def run() -> RunFacts:
     plan = TrainingPlan(LoaderFeed(loader()), None, 1)
-    replica_set = build_ensemble("run-1", spec(), (), None, None)
+    replica_set = build_replicas("run-1", spec(), (), None, None)
     return RunFacts(replica_set, plan, spec(), 2, str, peeked(plan.feed, 1))
 
 

@@ -113,7 +113,9 @@ def test_home_lines_get_rounds_and_a_fast_line_gets_exact_steps() -> None:
     assert (between.sync, between.sync_every, between.sync_delay) == ("local", 5, 2)
     int4 = choose_sync(replace(WORK, round_up_bytes=1.25e6, round_down_bytes=1.25e6, round_wire="int4"), home())
     assert (int4.sync_every, int4.sync_delay) == (15, 4)
-    assert int4.sentence.endswith("15 steps each, sent as int4 (wire): what a message leaves out goes with the next")
+    assert int4.sentence.endswith(
+        "15 steps each, sent as int4 (wire): what a message leaves out is sent with the next one"
+    )
 
 
 def test_rounds_that_send_a_part_are_shorter_and_it_is_said_what_that_part_was_measured_to_cost() -> None:

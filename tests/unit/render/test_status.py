@@ -34,7 +34,7 @@ def test_the_budget_stands_beside_what_is_used_of_it() -> None:
 def test_steps_since_a_resume_are_not_mixed_with_epochs_from_the_beginning() -> None:
     resumed = replace(RUN, epoch=3, steps_before=46)
     assert run_view(resumed).headline.startswith("epoch 3/3, step 5/69 since step 46, loss")
-    assert "5 after the 46 of the checkpoint, now at epoch 3 of 3, 320 samples" in to_text(summary_view(resumed))
+    assert "5 after 46 done before, now at epoch 3 of 3, 320 samples" in to_text(summary_view(resumed))
     assert "5 in 1 of 3 epochs, 320 samples" in to_text(summary_view(RUN))
 
 

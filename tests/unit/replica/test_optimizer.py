@@ -359,6 +359,18 @@ class Queued(optim.SGD):
             self.state[parameter].setdefault("last", collections.deque(maxlen=2)).append(parameter.grad)
 
 
+def test_what_an_optimizer_prints_while_it_is_tried_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    def telling(named: Any) -> optim.Optimizer:
+        made = optim.SGD([parameter for _, parameter in named], lr=0.1)
+        made.register_step_post_hook(lambda *_: print("stepped"))
+        return made
+
+    made = build_optimizer(Factory("telling"), model().named_parameters(), resolver(telling=telling))
+    assert capsys.readouterr().out == ""
+    made.step()
+    assert capsys.readouterr().out == "stepped\n"
+
+
 def test_state_that_no_checkpoint_can_hold_is_refused_before_the_run() -> None:
     says = r"'Queued': state_dict\(\)\['state'\]\[0\]\['last'\] is a deque, which cannot be saved as plain data"
     with pytest.raises(ConfigError, match=says):

@@ -87,3 +87,10 @@ def test_rewind_forgets_steps_and_validations() -> None:
     run.add_validation({"step": 5, "loss": 0.5, "accuracy": None, "samples": 8})
     run.rewind(2)
     assert [r["step"] for r in run.history] == [1, 2] and run.validations == []
+
+
+def test_an_epoch_of_which_no_step_counts_is_not_counted_when_the_run_ends() -> None:
+    run = filled(3)
+    run.begin_epoch(1)
+    run.end("stopped")
+    assert run.status().epoch == run.report()["epochs"] == 1
