@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import weakref
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.orchestrator.run_record import LastRun, note_place
 from guava_nb.parallel.replicas.buffer_policy import unused_in
 from guava_nb.protocol.messages import EndRun, RunSpec
+from guava_nb.replica.model.build import copied_model
 from guava_nb.replica.model.pretrained import load_pretrained, pinned
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rounds.local_replica import whole_replica
@@ -149,7 +149,7 @@ class ReplicaSets:
         """
         if job is not None and job.replica_set is replica_set and not job.run.done:
             copies: list[torch.nn.Module] = []
-            job.with_state(lambda: copies.append(_copy_of(replica_set.master.model)))
+            job.with_state(lambda: copies.append(copied_model(replica_set.master.model)))
             return copies[0]
         if replica_set.master_step != replica_set.step and replica_set.gone_on_in:
             self._restore(replica_set)
@@ -391,7 +391,7 @@ class ReplicaSets:
         fresh = builder.question(self._registry.needed(self.loaded), workers, criterion, preprocess)
         if is_own(fresh):
             cells, shared = self._registry.cells, self._registry.shared()
-            self.trained = adopt(self._next_asked(), fresh, cells, shared, self._cluster())
+            self.trained = adopt(f"asked-{next(self._asked_numbers)}", fresh, cells, shared, self._cluster())
             return self.trained
         if trained is None or self.loaded is not None:
             return self._standing(fresh, None)
@@ -409,9 +409,6 @@ class ReplicaSets:
             self.trained = None
         return self.trained
 
-    def _next_asked(self) -> str:
-        return f"asked-{next(self._asked_numbers)}"
-
     def _standing(self, spec: RunSpec, trained: ReplicaSet | None) -> ReplicaSet:
         """Replicas that are only asked, with the weights of a run, of a checkpoint, or of the beginning."""
         cells, instance = self._registry.cells, self._registry.instance_for(spec) if trained is None else None
@@ -419,8 +416,10 @@ class ReplicaSets:
         made_of = (spec, cells, weights)
         if self._asked is None or self._asked[1] != made_of:
             state = None if trained is None else self.fetch(trained)
-            replica_set = build_replicas(self._next_asked(), spec, cells, self._registry.shared(), instance)
-            if state is not None and (problem := self._foreign(replica_set, spec, trained)):
+            replica_set = build_replicas(
+                f"asked-{next(self._asked_numbers)}", spec, cells, self._registry.shared(), instance
+            )
+            if state is not None and (problem := _foreign(replica_set, spec, trained)):
                 self._notices.add(f"another model was chosen, and it was not trained yet ({problem})", "run")
             elif state is not None:
                 replica_set.master.load_state({"model": state["model"], "buffers": state.get("buffers")})
@@ -430,13 +429,6 @@ class ReplicaSets:
                 replica_set.master.load_state({"model": content["model"]})
             self._asked = (replica_set, made_of)
         return self._hold(self._asked[0])
-
-    @staticmethod
-    def _foreign(replica_set: ReplicaSet, spec: RunSpec, trained: ReplicaSet | None) -> str:
-        """What a model of another name than the trained one's has not in common with that; "" where its weights fit."""
-        if trained is None or spec.model is None or trained.spec.model is None:
-            return ""
-        return "" if spec.model.name == trained.spec.model.name else unlike(replica_set, trained)
 
     def _hold(self, replica_set: ReplicaSet) -> ReplicaSet:
         """Workers hold one run at a time: what they hold of others is brought here, and they are known to forget it."""
@@ -490,18 +482,18 @@ def _check_buffers(replica_set: ReplicaSet) -> None:
 def _like(replica_set: ReplicaSet) -> Replica:
     """Make a master like that of other replicas, with an optimizer that has done nothing yet."""
     master = replica_set.master
-    return whole_replica(replica_set.spec, master.resolve, master.device, _copy_of(master.model))
+    return whole_replica(replica_set.spec, master.resolve, master.device, copied_model(master.model))
 
 
 def _for_the_user(model: torch.nn.Module) -> torch.nn.Module:
     try:
-        return _copy_of(model)
+        return copied_model(model)
     except Exception:  # the user's class holds what cannot be copied, such as a lock
         return model
 
 
-def _copy_of(model: torch.nn.Module) -> torch.nn.Module:
-    """Copy a model, what its last forward left in attributes (pruning, the older weight_norm) without the graph behind it."""
-    attributes = (value for module in model.modules() for value in vars(module).values())
-    computed = (value for value in attributes if isinstance(value, torch.Tensor) and not value.is_leaf)
-    return copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
+def _foreign(replica_set: ReplicaSet, spec: RunSpec, trained: ReplicaSet | None) -> str:
+    """What a model of another name than the trained one's has not in common with that; "" where its weights fit."""
+    if trained is None or spec.model is None or trained.spec.model is None:
+        return ""
+    return "" if spec.model.name == trained.spec.model.name else unlike(replica_set, trained)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -28,6 +27,7 @@ from guava_nb.parallel.step_errors import explained
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.model.build import place_module
 from guava_nb.replica.scores import Scoring, TokenScores
+from guava_nb.replica.sum_and_count import refuse_no_sum
 from guava_nb.spec.factories import Resolve, build, check_arguments, find
 
 __all__ = [
@@ -77,8 +77,6 @@ class Objective(Protocol):
         """
 
 
-#: How torch's losses write down reduction="mean" in the graph.
-_MEAN = 1
 #: Why no gradient can come of a loss.
 NO_GRADIENT = (
     "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed from the model's outputs "
@@ -240,100 +238,13 @@ def _read_outcome(role: str, outcome: Any, rows: int) -> Loss:
         if isinstance(loss_sum, Tensor) and loss_sum.numel() == 1 and count is None:
             return Loss(loss_sum.reshape(()), 1.0, None)
         if isinstance(loss_sum, Tensor) and loss_sum.numel() == 1 and _is_count(count):
-            _refuse_no_sum(role, loss_sum, count, rows)
+            refuse_no_sum(role, loss_sum, count, rows)
             return Loss(loss_sum.reshape(()), 1.0, count.detach() if isinstance(count, Tensor) else float(count))
     shape = f" of shape {tuple(outcome.shape)}" if isinstance(outcome, Tensor) else ""
     raise ConfigError(
         f"the {role} function returned a {type(outcome).__name__}{shape}; return a scalar tensor, the mean over the "
         "batch, or (loss_sum, count) with the sum as a scalar tensor and its denominator, None for the plain sum"
     )
-
-
-def _refuse_no_sum(role: str, loss: Tensor, count: Any, rows: int) -> None:
-    """Refuse (mean, count) and (loss, another loss): one worker alone would train on the quotient, and nothing would show it.
-
-    Raises:
-        ConfigError: what computed them says that they are no sum and no count.
-    """
-    why = ""
-    if isinstance(count, Tensor) and count.requires_grad:
-        why = "the second one has a gradient, so it is no count"
-    elif rows > 1 and (factors := _factors_of_means(loss.grad_fn)) is not None:
-        why = _why_no_sum(factors, count)
-    elif _is_divided_by(loss.grad_fn, count):
-        why = "the first one was divided by the second one already"
-    if why:
-        raise ConfigError(
-            f"the {role} function returned two values, which are read as (sum of losses, count), and {why}: return the mean loss "
-            'alone, or the sum (reduction="sum") and what it is to be divided by'
-        )
-
-
-def _why_no_sum(factors: list[tuple[Any, ...]], count: Any) -> str:
-    """Say why means that were multiplied so are no sum of as many losses as the count says; "" where they may be one."""
-    values = [one for chain in factors for one in chain]
-    if any(
-        isinstance(one, Tensor) and one.is_cuda for one in (count, *values)
-    ):  # their values would have to be waited for
-        return "" if values else "the first one is a mean already"
-    number = float(count)
-    for chain in factors:
-        numbers = [float(one) for one in chain]
-        product = math.prod(numbers)
-        if abs(product) >= number * (1 - 1e-6) or any(math.isclose(one, number, rel_tol=1e-6) for one in numbers):
-            return ""  # made a sum by hand
-    by = f", times {math.prod(map(float, factors[0])):.4g}" if len(factors) == 1 and values else ""
-    return f"the first one is a mean already{by}" if number > 1 else ""
-
-
-def _factors_of_means(node: Any) -> list[tuple[Any, ...]] | None:
-    """What each mean was multiplied by, where a loss is a mean, or a sum of means; None where it is something else."""
-    if node is None:
-        return None
-    name = node.name()
-    if name in ("AddBackward0", "SubBackward0"):
-        parts = [_factors_of_means(made) for made, _ in node.next_functions]
-        return (
-            None if any(one is None for one in parts) else [chain for one in parts if one is not None for chain in one]
-        )
-    if name in ("MulBackward0", "DivBackward0"):
-        return _multiplied(node, name)
-    if name == "NegBackward0":
-        return _factors_of_means(node.next_functions[0][0])
-    if name.startswith("MeanBackward"):  # of sums over the samples it is no mean over them
-        return None if any(map(_sums_samples, (made for made, _ in node.next_functions))) else [()]
-    return [()] if getattr(node, "_saved_reduction", None) == _MEAN else None
-
-
-def _sums_samples(node: Any) -> bool:
-    """Whether a sum over the first axis, or over all of them, made something."""
-    if node is None or not node.name().startswith("SumBackward"):
-        return False
-    axes, first = getattr(node, "_saved_dim", (0,)), 2**64 - len(node._saved_self_sym_sizes)  # -1 is saved as 2**64 - 1
-    return not axes or 0 in axes or first in axes
-
-
-def _is_divided_by(node: Any, count: Any) -> bool:
-    """Whether the last thing that made a loss was a division by its count."""
-    divisor = node._saved_other if node is not None and node.name() == "DivBackward0" else None
-    if (
-        not isinstance(divisor, Tensor)
-        or divisor.numel() != 1
-        or any(isinstance(c, Tensor) and c.is_cuda for c in (count, divisor))
-    ):
-        return False
-    return float(count) > 1 and math.isclose(float(divisor), float(count), rel_tol=1e-6)
-
-
-def _multiplied(node: Any, name: str) -> list[tuple[Any, ...]] | None:
-    saved = [node._saved_other, getattr(node, "_saved_self", None)]
-    sides = node.next_functions if name == "MulBackward0" else node.next_functions[:1]
-    for (made, _), factor in zip(sides, saved, strict=False):
-        inner = _factors_of_means(made)
-        if inner is not None and isinstance(factor, Tensor) and factor.numel() == 1:
-            value = factor.detach()
-            return [(*chain, value if name == "MulBackward0" else 1 / value) for chain in inner]
-    return None
 
 
 def _is_count(count: Any) -> bool:
@@ -349,7 +260,6 @@ _Denominator = Callable[[nn.Module, Tensor, Tensor], float | Tensor]
 
 
 def _per_element(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:
-    # The mean of an element-wise loss divides by the elements of the broadcast result.
     """Return what the mean of an element-wise loss divides by: the elements of the broadcast result."""
     shape: torch.Size = torch.broadcast_shapes(outputs.shape, targets.shape)  # type: ignore[no-untyped-call]
     return float(shape.numel())
@@ -362,12 +272,12 @@ def _per_row(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Ten
 
 def _per_position(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:
     """Return the positions of outputs `[..., C]`, whose last dim has the classes."""
-    return float(outputs.numel() // max(1, outputs.shape[-1]))  # the last axis has the classes
+    return float(outputs.numel() // max(1, outputs.shape[-1]))
 
 
 def _per_entry(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:
     """Return what "batchmean" divides by: the rows of outputs `[N, ...]`, of one dim too; 1 for a scalar."""
-    return float(outputs.shape[0]) if outputs.ndim else 1.0  # "batchmean", also of one axis
+    return float(outputs.shape[0]) if outputs.ndim else 1.0
 
 
 def _per_class(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:

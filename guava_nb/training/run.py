@@ -15,7 +15,7 @@ import torch
 from guava_nb.cluster.group_path import Route
 from guava_nb.config.units import show_bytes, show_float
 from guava_nb.errors import ClusterError
-from guava_nb.status import DeviceUse, RunStatus, WireBytes
+from guava_nb.status import RunStatus, WireBytes
 from guava_nb.telemetry.energy_record import EnergyRecord, energy_record
 from guava_nb.telemetry.run_energy import RunEnergy
 from guava_nb.telemetry.waits import Feeding
@@ -287,7 +287,7 @@ class Run:
                 loaded_batches=loaded[0],
                 loaded_bytes=loaded[1],
                 joules=self.joules,
-                devices=self._devices(),
+                devices=() if self._sources.energy is None else self._sources.energy.devices(),
                 rounds=len(history) if self._sources.is_local else 0,
                 steps_before=history[0]["step"] - history[0].get("steps", 1) if history else 0,
                 budget_bytes=0 if self.budget is None else self.budget.limit.limit_bytes,
@@ -427,9 +427,6 @@ class Run:
         """Return steps and seconds from an entry of the history, the first of which is 1, to the last."""
         with self._lock:
             return self._since(kept)
-
-    def _devices(self) -> tuple[DeviceUse, ...]:
-        return () if self._sources.energy is None else self._sources.energy.devices()
 
     def _since(self, kept: int) -> tuple[int, float]:
         rest, began = self.history[kept:], self.history[kept - 1]["seconds"] if 0 < kept <= len(self.history) else 0.0

@@ -72,7 +72,12 @@ class WireFormat(ABC):
         return self.decode_tensor(self.checked(message, numel, dtype, device), numel, dtype)
 
     def decode_tensor(self, raw: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return what `decode` does, of the bytes of `checked`, `[bytes]` of uint8, on their device."""
+        """Return what `decode` does, on the device of the bytes.
+
+        Args:
+            raw: what `checked` gave, `[bytes]` of uint8.
+            numel, dtype: as for `decode`.
+        """
         dtype = accumulation_dtype(dtype)
         return self._decode(raw, numel, dtype) if raw.numel() else torch.zeros(numel, dtype=dtype, device=raw.device)
 

@@ -6,6 +6,7 @@ Knows the record and devices; knows nothing of steps.
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Iterable
 
@@ -25,6 +26,7 @@ __all__ = [
     "build_model",
     "check_spec",
     "compile_modules",
+    "copied_model",
     "place_model",
     "place_module",
 ]
@@ -167,3 +169,14 @@ def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
             f"precision {precision} does not work on {device} with torch {torch.__version__}: {error}"
         ) from error
     return dtype
+
+
+def copied_model(model: nn.Module) -> nn.Module:
+    """Return a copy of a model, what its last forward left in attributes (pruning, the older weight_norm) without its graph.
+
+    Raises:
+        Exception: it holds what cannot be copied.
+    """
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    computed = (value for value in attributes if isinstance(value, torch.Tensor) and not value.is_leaf)
+    return copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})

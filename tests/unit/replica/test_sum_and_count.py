@@ -1,0 +1,40 @@
+"""A mean beside a count, a loss beside another, and sums made by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from guava_nb.errors import ConfigError
+from guava_nb.replica.sum_and_count import refuse_no_sum
+
+
+def test_a_mean_with_a_count_and_a_loss_with_another_are_refused() -> None:
+    outputs, targets = torch.randn(6, 5, requires_grad=True), torch.tensor([0, 1, 2, 3, 4, 0])
+    ce = functional.cross_entropy
+    cases = {
+        "mean already": (
+            lambda o, y: (ce(o, y), len(y)),
+            lambda o, y: (ce(o, y) + o.pow(2).mean(), torch.tensor(6)),
+            lambda o, y: (functional.mse_loss(o, o.detach() + 1), 6.0),
+            lambda o, y: (o.pow(2).sum(1).mean(), len(y)),
+            lambda o, y: (-ce(o, y), len(y)),
+        ),
+        "mean already, times 0.5": (lambda o, y: (ce(o, y) * 0.5, len(y)), lambda o, y: (ce(o, y) / 2, len(y))),
+        "divided by the second one": (lambda o, y: (ce(o, y, reduction="sum") / (y > 0).sum(), (y > 0).sum()),),
+        "has a gradient": (lambda o, y: (ce(o, y) + o.pow(2).mean(), ce(o, y)),),
+    }
+    for says, functions in cases.items():
+        for function in functions:
+            with pytest.raises(ConfigError, match=says):
+                refuse_no_sum("f", *function(outputs, targets), 6)
+    for right in (
+        lambda o, y: (ce(o, y, reduction="sum"), len(y)),
+        lambda o, y: (ce(o, y) * len(y) + 0.1 * o.mean(), len(y)),
+        lambda o, y: (o.exp().mean(1).sum(), (y != 0).sum()),
+        lambda o, y: (o.exp().sum(0).mean(), len(y)),
+        lambda o, y: (0.1 * (ce(o, y) * len(y)), len(y)),
+        lambda o, y: (o.pow(2).mean() * torch.tensor(30.0) / 2, 30),
+    ):
+        refuse_no_sum("f", *right(outputs, targets), 6)
