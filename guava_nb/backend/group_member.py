@@ -6,9 +6,10 @@ thread that brings it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from guava_nb.backend.operation import Inbound, Operation, Part, Receive, Run, Slot
@@ -26,12 +27,36 @@ from guava_nb.protocol.messages import (
     Taken,
 )
 
-__all__ = ["GroupMember"]
+__all__ = ["GroupMember", "called_back"]
 
 _ONLY_CALLED = -2
 _NOTHING = FlatTensor("uint8", 0)
 _HUB_ANSWER_S = 10.0  # for the names of the missing, once time is up
 Send = Callable[[Message, Sequence[memoryview]], None]
+
+
+class _CalledBack(threading.local):
+    """A group, and the number of its collective after which this thread calls another, in a callback; None outside of one."""
+
+    after: tuple[GroupMember, int] | None = None
+
+
+_CALLED_BACK = _CalledBack()
+
+
+@contextlib.contextmanager
+def called_back(circle: GroupMember, sequence: int) -> Iterator[None]:
+    """What this thread calls in the block, it calls in callbacks of one collective's future.
+
+    Args:
+        circle: the group of that collective.
+        sequence: its number there.
+    """
+    before, _CALLED_BACK.after = _CALLED_BACK.after, (circle, sequence)
+    try:
+        yield
+    finally:
+        _CALLED_BACK.after = before
 
 
 class GroupMember:
@@ -76,10 +101,14 @@ class GroupMember:
         Args:
             operation: what to do.
             run: calls its argument as soon as the bytes that go out are ready; None: they are.
+
+        Raises:
+            CollectiveError: a callback calls it, and other collectives were called meanwhile, so ranks may call in unlike orders.
         """
         if run is not None:
             operation.hold()  # what the others send may all be here before this rank's own bytes are
         with self._lock:
+            self._check_order(operation)
             self.sequence += 1
             operation.sequence = self.sequence
             broken, self._overdue = self._broken or self._overdue, None
@@ -97,6 +126,19 @@ class GroupMember:
             run(lambda failure: self._late(operation, failure, lambda: self._send_pieces(operation)))
         self._settle(operation, problem)
         return operation
+
+    def _check_order(self, operation: Operation) -> None:
+        after = _CALLED_BACK.after
+        if after is None or after[0] is not self:
+            return
+        if after[1] != self.sequence:
+            raise CollectiveError(
+                f"{operation.what} is called in a callback of an earlier collective's future, and this rank called others in "
+                f"group {self.name!r} meanwhile: another rank may call them in another order, and sums would be of unlike "
+                "tensors. Wait for each future before the next collective (DDP with PowerSGD: a bucket_cap_mb that makes one "
+                "bucket)"
+            )
+        _CALLED_BACK.after = self, self.sequence + 1
 
     def _late(self, operation: Operation, failure: Exception | None, send: Callable[[], None]) -> None:
         """The bytes that go out have come from their device, or never will."""

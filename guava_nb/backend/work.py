@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from guava_nb.backend.group_member import GroupMember
+from guava_nb.backend.group_member import GroupMember, called_back
 from guava_nb.backend.operation import Operation
 from guava_nb.backend.staging import Staged
 from guava_nb.errors import CollectiveTimeout, GuavaError
@@ -100,7 +100,7 @@ class GuavaWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of outputs; an error comes out of its `wait` and `value`."""
         if self._future is None:
-            self._future = _future(self._operation, self._outcome, self._devices())
+            self._future = _future(self._circle, self._operation, self._outcome, self._devices())
         return self._future
 
     def _devices(self) -> list[torch.device]:
@@ -156,7 +156,9 @@ class JointWork(Work):
         return joint.then(lambda done: [tensor for future in done.value() for tensor in future.value()])
 
 
-def _future(operation: Operation, outcome: Callable[[], Any], devices: list[torch.device]) -> torch.futures.Future[Any]:
+def _future(
+    circle: GroupMember, operation: Operation, outcome: Callable[[], Any], devices: list[torch.device]
+) -> torch.futures.Future[Any]:
     """A future that fails for C++, too: only one made by `then` can carry an error there."""
     base: torch.futures.Future[Any] = torch.futures.Future(devices=[*devices]) if devices else torch.futures.Future()
 
@@ -166,11 +168,15 @@ def _future(operation: Operation, outcome: Callable[[], Any], devices: list[torc
             raise value
         return value
 
+    def complete() -> None:
+        with called_back(circle, operation.sequence):
+            base.set_result(outcome())
+
     future = base.then(unwrap)
     if operation.done:
         base.set_result(outcome())
     else:
-        operation.when_done(lambda: _complete(lambda: base.set_result(outcome())))
+        operation.when_done(lambda: _complete(complete))
     return future
 
 

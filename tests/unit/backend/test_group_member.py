@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from guava_nb.backend.endpoint import Endpoint
-from guava_nb.backend.group_member import GroupMember
+from guava_nb.backend.group_member import GroupMember, called_back
 from guava_nb.backend.operation import CHUNK_BYTES, Operation, Part, Slot
 from guava_nb.errors import CollectiveError, CollectiveTimeout, GroupBroken, LinkBroken
 from guava_nb.protocol.messages import (
@@ -312,3 +312,16 @@ def test_a_send_from_a_device_is_over_when_its_bytes_are_out(circle: GroupMember
     assert not made.done and sent.of(Parcel) == []
     ready[0](None)
     assert made.done and len(sent.of(Parcel)) == 1
+
+
+def test_a_callback_calls_the_next_collective_or_is_refused(circle: GroupMember) -> None:
+    first = circle.start(operation(1, 2))
+    with called_back(circle, first.sequence):
+        second = circle.start(operation(1, 2))
+        assert circle.start(operation(1, 2)).sequence == second.sequence + 1  # the same callback's next one
+    with called_back(circle, first.sequence), pytest.raises(CollectiveError, match="in another order"):
+        circle.start(operation(1, 2))
+    other = GroupMember("other", 0, ["a", "b"], Sent())
+    with called_back(circle, first.sequence):
+        assert other.start(operation(1)).sequence == 1  # another group has an order of its own
+    assert circle.start(operation(1, 2)).sequence == 4  # what was refused has no number
