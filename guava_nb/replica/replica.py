@@ -1,7 +1,7 @@
 """One replica of the model: the local part of a training step.
 
 Knows model, loss, gradients, optimizer; knows nothing of sessions, threads or other replicas. Its caller calls,
-per optimizer step: `run_shard` for each shard it was given, then `apply` with the sums over all shards, or `restore`.
+per optimizer step: `launch_shard` for each shard it was given, then `apply` with the sums over all shards, or `restore`.
 
 The arithmetic: a shard's gradient is that of `loss_sum / global_rows`; the hub adds shards in their order;
 `Commit.scale` is global_rows / total count. Together that is the gradient of the mean over the global batch, whatever
