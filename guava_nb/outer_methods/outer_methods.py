@@ -1,8 +1,9 @@
 """Outer steps over flat tensors: local SGD, DiLoCo, SparseLoCo.
 
 A round begins with the same weights at every member (with "partial" less what that member's earlier messages left out). Each
-takes its inner steps, and what it came away from the beginning is its pseudo-gradient. The outer step takes their mean, weighted by
-samples (with "partial" of each element over those who sent it), as the gradient of the common weights at the beginning.
+takes its inner steps, and what it came away from the beginning is its pseudo-gradient. The outer step takes their mean,
+weighted by samples (with "partial" of each element over those who sent it), as the gradient of the common weights at the
+beginning.
 """
 
 from __future__ import annotations

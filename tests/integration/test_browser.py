@@ -129,6 +129,8 @@ def running_below(process: psutil.Process, module: str) -> list[psutil.Process]:
 
 def both_themes(lab: Lab, name: str, number: int) -> None:
     """Pictures in the dark and in the light theme, which stays."""
+    if pictures() is None:
+        return
     lab.theme("JupyterLab Dark")
     lab.shot(f"{name}-dark", number)
     lab.theme("JupyterLab Light")
@@ -150,7 +152,8 @@ def look_at_the_page_outside(lab: Lab, folder: Path) -> None:
             for width, scheme in ((1280, "light"), (1280, "dark"), (500, "light"), (500, "dark")):
                 page.set_viewport_size({"width": width, "height": 1000})
                 page.emulate_media(color_scheme=scheme)
-                page.screenshot(path=str(pictures() / f"web-{width}-{scheme}.png"))
+                if (folder_of_pictures := pictures()) is not None:
+                    page.screenshot(path=str(folder_of_pictures / f"web-{width}-{scheme}.png"))
             before = page.inner_text("#panel")
             eventually(lambda: page.inner_text("#panel") != before, 30, "the page is live")
             assert "training" in before and page.locator("svg").count() == 4 and "guava1:" not in page.content()

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -96,9 +95,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait(10)
 
 
-def pictures() -> Path:
-    """The folder where pictures of what was seen are kept."""
-    folder = Path(os.environ.get("GUAVA_ARTEFACTS") or Path(tempfile.gettempdir()) / "guava_nb-pictures")
+def pictures() -> Path | None:
+    """The folder where pictures of what was seen are kept; None unless GUAVA_ARTEFACTS names one: drawing them takes a minute."""
+    if not (name := os.environ.get("GUAVA_ARTEFACTS")):
+        return None
+    folder = Path(name)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -223,13 +224,12 @@ class Lab:
         self.page.wait_for_selector(f'body[data-jp-theme-light="{kind}"]', state="attached")
         self.page.wait_for_selector("#jupyterlab-splash", state="detached")  # it covers the page for a moment
 
-    def shot(self, name: str, number: int) -> Path:
-        """Keep a picture of the notebook as it looks now, with a cell at its top; returns where it lies."""
-        self._cell(number).evaluate("cell => cell.scrollIntoView(true)")
-        self.page.mouse.move(0, 0)  # a row under it has another colour
-        path = pictures() / f"{name}.png"
-        self.page.screenshot(path=str(path))
-        return path
+    def shot(self, name: str, number: int) -> None:
+        """Keep a picture of the notebook as it looks now, with a cell at its top, where pictures are kept."""
+        if (folder := pictures()) is not None:
+            self._cell(number).evaluate("cell => cell.scrollIntoView(true)")
+            self.page.mouse.move(0, 0)  # a row under it has another colour
+            self.page.screenshot(path=str(folder / f"{name}.png"))
 
     def reload(self) -> None:
         """Load the page anew; the kernel goes on."""
