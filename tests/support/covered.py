@@ -30,7 +30,8 @@ COVERED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_rank_0_orchestrates_the_others": ("torchrun-a_failure", "torchrun-a_killed_worker"),
     },
     "tests/notebooks/test_notebooks.py": {
-        # Trainings in one mode after another, or what integration/test_predictions.py compares (05); parity/ (test_local.py for 09, test_fine_tuning.py for 10),
+        # What integration/test_predictions.py compares (05), and trainings in one mode after another, which parity/
+        # (test_local.py for 09, test_fine_tuning.py for 10),
         # integration/test_group_modes.py, test_programs_in_cells.py (11) and test_two_kernels.py (12) compare step by step;
         # that cells, lines and words of all notebooks are understood, and that they ran, is tried in every run.
         "test_it_runs": (
