@@ -34,19 +34,26 @@ _MAY_LACK = re.compile(r"CUDA|GPU|Windows|no ::1 here|not permitted here|openmpi
 #: Files with long tests: one that came last would keep one process busy while the other has nothing left. Those that wait for
 #: half of their time (two kernels, namespaces, cut links) stand between those that compute, so that they share the cores.
 _FIRST = (
+    "test_state_machine",
     "test_notebooks",
     "test_two_kernels",
     "test_browser",
+    "test_group_modes",
     "test_namespaces",
     "test_parallel",
-    "test_tunnel_faults",
-    "test_group_modes",
-    "test_guava_run",
-    "test_matrix",
     "test_programs",
-    "test_pipeline_part",
+    "test_tunnel_faults",
+    "test_guava_run",
     "test_explorer",
+    "test_matrix",
+    "test_export",
+    "test_orchestrate",
+    "test_pipeline_part",
+    "test_slurm",
+    "test_front_door",
+    "test_background",
     "test_house",
+    "test_forecast",
 )
 _UNIT = Path(__file__).parent / "unit"
 
