@@ -11,6 +11,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -355,7 +356,7 @@ def _each(
         except StopIteration:
             return
         except Exception as error:
-            failed = LoadError(index, failing(), _of_ended_process(batches) or error)
+            failed = LoadError(index, failing(), _of_ended_process(batches, error) or error)
             # The traceback would keep torch's iterator until the garbage collector comes, and collected that way its
             # processes need five seconds each to end. In this process the frames are the user's, for a debugger.
             del batches
@@ -366,9 +367,17 @@ def _each(
         index += 1
 
 
-def _of_ended_process(batches: Iterator[Any]) -> RuntimeError | None:
+_ENDS_S = 5.0  # that a process may take to end after its pipe broke
+
+
+def _of_ended_process(batches: Iterator[Any], error: Exception) -> RuntimeError | None:
     """What is to be told where a loader process was ended, and all else is the broken pipe to it."""
-    for process in getattr(batches, "_workers", ()):
+    processes = getattr(batches, "_workers", ())
+    if processes and isinstance(
+        error, ConnectionError | EOFError
+    ):  # a pipe breaks before its process has an exit status
+        wait([process.sentinel for process in processes], _ENDS_S)
+    for process in processes:
         if (status := process.exitcode) is not None and status < 0:
             why = "; the system does so where memory runs out: a smaller num_workers takes less" if status == -9 else ""
             return RuntimeError(f"a process of the DataLoader (pid {process.pid}) was ended by signal {-status}{why}")
