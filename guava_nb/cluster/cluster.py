@@ -43,10 +43,12 @@ from guava_nb.protocol.messages import (
     Accept,
     CrashReport,
     Energy,
+    FormGroup,
     Hello,
     Leave,
     Log,
     Message,
+    RunProgram,
     Vitals,
     channel_of,
 )
@@ -336,6 +338,8 @@ class Cluster:
         if session is None:
             return False
         self.bounds.sent(rank, message)
+        if isinstance(group := message.group if isinstance(message, RunProgram) else message, FormGroup):
+            self.relay.assign(group.name, session.session_id, group.rank, len(group.members))
         try:
             session.send(message, channel_of(message), buffers)
         except (LinkClosed, LinkError):

@@ -118,13 +118,8 @@ class RelayGroup:
     # ---------------------------------------------------------------------------------------------------- membership
 
     def open(self, message: OpenGroup) -> list[Action]:
-        """A rank has come: it gets what waited for it."""
+        """A rank has come, one of `size`: it gets what waited for it."""
         rank = message.rank
-        if message.size != self.size or not 0 <= rank < self.size:
-            return self.end(
-                f"{message.member} says it is rank {rank} of {message.size} in group {self.name!r}, "
-                f"which others opened with {self.size} ranks"
-            )
         self.members[rank] = message.member
         self._left.discard(rank)
         if self.broken:

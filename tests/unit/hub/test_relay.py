@@ -233,10 +233,12 @@ def test_who_left_keeps_nobody_waiting() -> None:
 
 
 def test_groups_of_two_sizes_and_pieces_that_fit_nothing_break_the_group() -> None:
-    world = World(2, opened=False)
-    world.open(0)
-    world.open(1, size=5)
-    assert "rank 1 of 5" in world.sessions[0].of(GroupEnded)[0].reason
+    world = World(2)
+    world.open(0, "w/0")
+    world.open(1, "w/0")
+    world.open(0, "w/1")
+    world.open(1, "w/1", size=5)  # the same program
+    assert all("rank 1 of 5" in session.of(GroupEnded)[0].reason for session in world.sessions)
     world = World(2)
     world.add(0, 1, [1, 1, 1, 1])
     world.add(1, 1, [1, 1], call=None)  # says no call, sends another size
@@ -287,3 +289,93 @@ def test_the_store_answers_who_waits_over_its_own_session() -> None:
     world.say(1, StoreAsk(6, "set", ("k",), (b"v",)))
     assert world.sessions[0].of(StoreReply) == [StoreReply(5, (b"v",))]
     assert world.sessions[1].of(StoreReply) == [StoreReply(6)]
+
+
+def stranger(world: World) -> FakeSession:
+    world.sessions.append(FakeSession(100 + len(world.sessions)))
+    return world.sessions[-1]
+
+
+def assert_sums(world: World, sequence: int = 1) -> None:
+    for rank in range(world.size):
+        world.add(rank, sequence, [1, 1, 1, 1])
+    for session in world.sessions[: world.size]:
+        assert [floats(p) for m, p in session.got if isinstance(m, Piece)][-1] == [float(world.size)] * 4
+        assert not session.of(GroupEnded)
+
+
+def test_a_rank_that_a_session_holds_is_not_given_to_another_and_the_group_goes_on() -> None:
+    world = World(2)
+    other = stranger(world)
+    for rank in (0, 1):
+        world.say(2, OpenGroup("g", rank, 2, "x"))
+    assert [ended.reason.split(": ")[1] for ended in other.of(GroupEnded)] == [
+        "another session holds it (w0)",
+        "another session holds it (w1)",
+    ]
+    world.say(2, LeaveGroup("g"))
+    world.close(2)
+    assert_sums(world)
+    world.open(0)  # again, by the same session
+    assert_sums(world, 2)
+
+
+def test_a_wrong_size_or_place_is_told_to_its_opener_alone() -> None:
+    world = World(2)
+    other = stranger(world)
+    for group, rank, size in (("g", 2, 3), ("g", -1, 2), ("g", 2, 2), ("new", 5, 2), ("new", 0, 0), ("new", 0, 4097)):
+        world.say(2, OpenGroup(group, rank, size, "x"))
+    assert len(other.of(GroupEnded)) == 6
+    assert set(world.relay.figures()) == {"g"}
+    assert_sums(world)
+
+
+def test_a_rank_is_free_again_when_its_session_is_over() -> None:
+    world = World(2, opened=False)
+    world.open(0)
+    world.say(0, LeaveGroup("g"))
+    world.sessions[0] = FakeSession(9)
+    world.open(0)
+    world.open(1)
+    assert not world.sessions[0].of(GroupEnded)
+
+
+def assigned(size: int) -> World:
+    world = World(size, opened=False)
+    for rank in range(size):
+        world.relay.assign("run/3/", world.sessions[rank].session_id, rank, size)
+    return world
+
+
+def test_a_formed_group_takes_each_session_as_the_rank_it_was_assigned() -> None:
+    world = assigned(2)
+    other = stranger(world)
+    world.open(1, "run/3//0", 3)
+    world.open(0, "run/3//1", 3)
+    world.say(1, OpenGroup("run/3//0", 0, 2, "w1"))
+    assert [len(session.of(GroupEnded)) for session in world.sessions] == [1, 2, 0]
+    for name in ("run/3//0", "run/3//1", "run/3//0/split-1", "run/3/x"):
+        world.say(2, OpenGroup(name, 0, 2, "x"))
+    assert all("assigned to other sessions" in ended.reason for ended in other.of(GroupEnded))
+    assert len(other.of(GroupEnded)) == 4
+    assert world.relay.figures() == {}
+    world.open(0, "run/3//0")
+    world.open(1, "run/3//0")
+    world.say(0, OpenGroup("run/3//1", 1, 2, "w0"))  # ranks of a subgroup are the program's own
+    assert set(world.relay.figures()) == {"run/3//0", "run/3//1"}
+
+
+def test_what_others_opened_under_the_name_of_a_formed_group_makes_room_for_it() -> None:
+    world = World(2, opened=False)
+    other = stranger(world)
+    world.say(2, OpenGroup("run/3//0", 0, 2, "x"))
+    world.say(2, StoreAsk(1, "set", ("run/3/0/k",), (b"forged",)))
+    for rank in range(2):
+        world.relay.assign("run/3/", world.sessions[rank].session_id, rank, 2)
+        world.open(rank, "run/3//0")
+    assert "belongs to a group of the orchestrator" in other.of(GroupEnded)[0].reason
+    world.say(0, StoreAsk(2, "check", ("run/3/0/k",)))
+    assert world.sessions[0].of(StoreReply)[-1].number == 0
+    assert not world.sessions[0].of(GroupEnded) and not world.sessions[1].of(GroupEnded)
+    world.relay.forget("run/3/")
+    assert world.relay._assigned == {}
