@@ -105,7 +105,7 @@ class Cluster:
     ) -> None:
         """Start the dispatcher thread; sessions are fed in through `on_event`."""
         self.roster = Roster()
-        self.relay = Relay()
+        self.relay = Relay(on_violation=self._end_violator)
         self.findings = Findings()
         self.caches, self.energy, self.bounds, self.vitals = WorkerCaches(), EnergyBook(), PayloadBounds(), VitalsBook()
         self.output = output
@@ -201,6 +201,9 @@ class Cluster:
             self.expel(rank, violation)
         else:
             self._close_aside(session, f"it sent {violation}")
+
+    def _end_violator(self, session: SessionHandle, violation: str) -> None:
+        self._end_session(session, self.seats.rank_of(session.session_id), violation)
 
     def _close_aside(self, session: SessionHandle, reason: str) -> None:
         """Closing waits for a peer that may be gone; the others' events must not wait with it."""

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import psutil
+
 from guava_nb.errors import GuavaError, LinkClosed
 from guava_nb.hub.relay_group import Action, Deliver, Reduce, RelayGroup
 from guava_nb.hub.store import StoreTable
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 #: Most ranks of a group, as `num_workers` allows; most groups of a hub; characters of a group's name and of a member's.
 MOST_RANKS, MOST_GROUPS, MOST_CHARS = 4096, 20_000, 500
+#: Whether too much waits is looked at when what a rank has waiting in a group grew by so much: small pieces pay nothing for it.
+_LOOK_BYTES = 64 << 10
 #: What torch calls the default group of a process, behind the prefix that all its groups share.
 _DEFAULT = "/0"
 
@@ -91,10 +95,27 @@ class _Assigned:
         return "" if message.size <= self.size else f"it has {self.size} ranks"
 
 
-class Relay:
-    """The collectives and keys of all sessions of one hub. Feed it session events; it needs nothing else."""
+def _end_session(session: SessionHandle, violation: str) -> None:
+    session.end(LinkClosed(f"it sent {violation}"), False, f"this session sent {violation}")
 
-    def __init__(self) -> None:
+
+class Relay:
+    """The collectives and keys of all sessions of one hub. Feed it session events; it needs nothing else.
+
+    Args:
+        most_waiting_bytes: that one session may have here in all its groups, waiting for other ranks. None: half of this machine's
+            memory. An honest program waits with whole gradients, whose size only it knows; with more than half of the memory
+            in one direction it could not be summed here either.
+        on_violation: ends a session that sent more, with words for what it sent.
+    """
+
+    def __init__(
+        self,
+        most_waiting_bytes: int | None = None,
+        on_violation: Callable[[SessionHandle, str], None] = _end_session,
+    ) -> None:
+        self._most_waiting_bytes = most_waiting_bytes or psutil.virtual_memory().total // 2
+        self._on_violation = on_violation
         self._lock = threading.Lock()  # taken after no other lock
         self._assigned: dict[str, _Assigned] = {}  # by prefix of the names
         self._seats: dict[str, _Seat] = {}
@@ -184,10 +205,7 @@ class Relay:
         if seat is None:
             return
         seat.figures.in_bytes += len(payload)
-        with seat.lock:
-            actions = seat.group.piece(rank, message, payload)
-            self._deliver(seat, actions)
-        for action in actions:
+        for action in self._take(event.session, seat, rank, lambda group: group.piece(rank, message, payload)):
             if isinstance(action, Reduce):
                 self._reduce(seat, action)
 
@@ -197,7 +215,7 @@ class Relay:
         seat, rank = self._seat_of(event, message.group)
         if seat is not None:
             seat.figures.in_bytes += len(payload)
-            self._act(seat, lambda group: group.parcel(rank, message, payload))
+            self._take(event.session, seat, rank, lambda group: group.parcel(rank, message, payload))
 
     def _on_expire(self, event: MessageArrived) -> None:
         message = event.message
@@ -248,6 +266,8 @@ class Relay:
         if len(message.group) > MOST_CHARS or len(message.member) > MOST_CHARS:
             return f"a name may have {MOST_CHARS} characters"
         if message.group not in self._seats and len(self._seats) >= MOST_GROUPS:
+            self._prune()
+        if message.group not in self._seats and len(self._seats) >= MOST_GROUPS:
             return f"{MOST_GROUPS} groups may stand"
         found = ((prefix, one) for prefix, one in self._assigned.items() if message.group.startswith(prefix))
         problems = (one.hindrance(message.group.removeprefix(prefix), session_id, message) for prefix, one in found)
@@ -276,11 +296,37 @@ class Relay:
         with self._lock:
             self._clients.pop(session.session_id, None)
             self._store.lost(session.session_id)
-            seats = list(self._seats.values())
-        for seat in seats:
+        self._lose(session, str(event.cause))
+
+    def _lose(self, session: SessionHandle, cause: str) -> None:
+        for seat in self._with_prefix(""):
             rank = seat.ranks.get(session.session_id)
             if rank is not None and seat.sessions.get(rank) is session:
-                self._part(seat, session, lambda group, rank=rank: group.lose(rank, str(event.cause)))  # type: ignore[misc]
+                self._part(seat, session, lambda group, rank=rank: group.lose(rank, cause))  # type: ignore[misc]
+
+    def _take(
+        self, session: SessionHandle, seat: _Seat, rank: int, what: Callable[[RelayGroup], list[Action]]
+    ) -> list[Action]:
+        """Let a group take what a session sent, and look whether too much of it waits; returns what is left to be done."""
+        with seat.lock:
+            before = seat.group.held[rank]
+            actions = what(seat.group)
+            self._deliver(seat, actions)
+            after = seat.group.held[rank]
+        if after // _LOOK_BYTES > before // _LOOK_BYTES:
+            self._check_waiting(session)
+        return actions
+
+    def _check_waiting(self, session: SessionHandle) -> None:
+        """End a session that sent more to ranks which are not there, or do not send theirs, than a hub keeps for it."""
+        seats = [(seat, seat.ranks.get(session.session_id)) for seat in self._with_prefix("")]
+        waiting = sum(seat.group.held_by(rank) for seat, rank in seats if rank is not None)
+        if waiting > self._most_waiting_bytes:
+            violation = (
+                f"{waiting >> 20} MiB that wait for other ranks; the hub keeps {self._most_waiting_bytes >> 20} MiB"
+            )
+            self._lose(session, f"it sent {violation}")
+            self._on_violation(session, violation)
 
     # -------------------------------------------------------------------------------------------------------- internal
 
@@ -301,6 +347,18 @@ class Relay:
         with self._lock:
             if over and not seat.ranks and self._seats.get(seat.group.name) is seat:
                 del self._seats[seat.group.name]
+            if not seat.ranks and any(seat.group.held.values()):
+                self._prune()
+
+    def _prune(self) -> None:
+        """Forget the oldest groups that no session is in, where all of them keep too much, or there are too many groups."""
+        empty = [seat for seat in self._seats.values() if not seat.ranks]
+        waiting = sum(sum(seat.group.held.values()) for seat in empty)
+        for seat in empty:
+            if waiting <= self._most_waiting_bytes and len(self._seats) < MOST_GROUPS:
+                return
+            waiting -= sum(seat.group.held.values())
+            del self._seats[seat.group.name]
 
     def _act(self, seat: _Seat, what: Callable[[RelayGroup], list[Action]]) -> None:
         with seat.lock:

@@ -8,6 +8,7 @@ ranks go different ways is told so instead of hanging.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Union
@@ -29,6 +30,8 @@ from guava_nb.protocol.messages import (
 
 __all__ = ["Action", "Deliver", "RelayGroup", "Reduce", "describe_call"]
 
+#: What a message that waits takes beside its payload, and a rank's entry in a list.
+_RECORD_BYTES, _ENTRY_BYTES = 500, 8
 ONLY_CALLED = -2  # target of a piece that carries nothing but its rank's call
 EVERYONE = -1
 
@@ -67,6 +70,7 @@ class _Place:
     """Where the same piece of all ranks is collected."""
 
     parts: list[memoryview | None]
+    first: int  # the rank whose part came first
     missing: int
     numel: int
     dtype: str
@@ -85,6 +89,15 @@ def _onward(piece: Piece, source: int) -> Piece:
     return msgspec.structs.replace(piece, source=source, confirm=False, call=None)
 
 
+def _weight(payload: memoryview | None) -> int:
+    return _RECORD_BYTES + (0 if payload is None else payload.nbytes)
+
+
+def _source(message: Message) -> int:
+    assert isinstance(message, Piece | Parcel)
+    return message.source
+
+
 class RelayGroup:
     """One group.
 
@@ -93,12 +106,14 @@ class RelayGroup:
         size: number of ranks.
         members: rank to the worker's name, for those who have opened the group.
         broken: why nothing in it will ever complete; "" while it stands.
+        held: rank to the bytes of what it sent that waits here for other ranks.
     """
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
         self.members: dict[int, str] = {}
         self.broken = ""
+        self.held: Counter[int] = Counter()
         self._left: set[int] = set()
         self._waiting: dict[int, list[Deliver]] = {}  # for ranks that have not opened the group yet
         self._calls: dict[int, _Call] = {}
@@ -109,6 +124,10 @@ class RelayGroup:
     def over(self) -> bool:
         """Whether every rank has opened it and left, so that it can be forgotten."""
         return len(self.members) == self.size and self._left >= self.members.keys()
+
+    def held_by(self, rank: int) -> int:
+        """Bytes that a rank answers for: its own, and those of ranks that left."""
+        return self.held[rank] + sum(self.held[other] for other in self._left if other in self.held and other != rank)
 
     def who(self, ranks: Iterable[int]) -> str:
         """Name ranks for a sentence."""
@@ -125,7 +144,10 @@ class RelayGroup:
         if self.broken:
             return [Deliver(rank, GroupEnded(self.name, self.broken))]
         gone = [Deliver(rank, LeaveGroup(self.name, other)) for other in sorted(self._left)]
-        return [*self._waiting.pop(rank, ()), *gone]
+        waited = self._waiting.pop(rank, [])
+        for deliver in waited:
+            self.held[_source(deliver.message)] -= _weight(deliver.payload)
+        return [*waited, *gone]
 
     def leave(self, rank: int) -> list[Action]:
         """A rank is done: collectives that it did not call, and receives from it, cannot complete any more."""
@@ -151,6 +173,7 @@ class RelayGroup:
         self._calls.clear()
         self._places.clear()
         self._waiting.clear()
+        self.held.clear()
         return [Deliver(rank, GroupEnded(self.name, reason)) for rank in self._present()]
 
     def _present(self) -> list[int]:
@@ -220,6 +243,8 @@ class RelayGroup:
     def _called(self, rank: int, sequence: int, spec: CallSpec) -> list[Action]:
         call = self._calls.setdefault(sequence, _Call())
         first = next(iter(call.specs.items()), None)
+        self._hold_spec(rank, call.specs.get(rank), -1)
+        self._hold_spec(rank, spec, 1)
         call.specs[rank] = spec
         actions: list[Action] = []
         if call.failure is not None:
@@ -235,21 +260,38 @@ class RelayGroup:
             actions = self._fail(sequence, call, f"{self.who(absent)} left the group before", missing=tuple(absent))
         if len(call.specs) == self.size:
             del self._calls[sequence]
+            for other, called in call.specs.items():
+                self._hold_spec(other, called, -1)
         return actions
+
+    def _hold_spec(self, rank: int, spec: CallSpec | None, sign: int) -> None:
+        if spec is not None:
+            texts = len(spec.kind) + len(spec.reduce) + len(spec.dtype)
+            self.held[rank] += sign * (_RECORD_BYTES + texts + _ENTRY_BYTES * len(spec.counts))
+
+    def _drop_place(self, key: tuple[int, int, int]) -> _Place:
+        place = self._places.pop(key)
+        self.held[place.first] -= _ENTRY_BYTES * self.size
+        for rank, part in enumerate(place.parts):
+            if part is not None:
+                self.held[rank] -= _weight(part)
+        return place
 
     def _collect(self, rank: int, piece: Piece, payload: memoryview) -> list[Action]:
         key = (piece.sequence, piece.target, piece.offset)
         place = self._places.get(key)
         if place is None:
-            place = _Place([None] * self.size, self.size, piece.tensor.numel, piece.tensor.dtype)
+            place = _Place([None] * self.size, rank, self.size, piece.tensor.numel, piece.tensor.dtype)
             self._places[key] = place
+            self.held[rank] += _ENTRY_BYTES * self.size
         if place.parts[rank] is not None or (place.numel, place.dtype) != (piece.tensor.numel, piece.tensor.dtype):
             return self.end(f"{self.who([rank])} sent a piece of operation {piece.sequence} that fits no other rank's")
         place.parts[rank] = payload
+        self.held[rank] += _weight(payload)
         place.missing -= 1
         if place.missing:
             return []
-        del self._places[key]
+        self._drop_place(key)
         onward = _onward(piece, -1)
         return [Reduce(self._receivers(piece.target, None), onward, [part for part in place.parts if part is not None])]
 
@@ -266,6 +308,7 @@ class RelayGroup:
                 actions.append(deliver)
             else:
                 self._waiting.setdefault(rank, []).append(deliver)
+                self.held[_source(message)] += _weight(payload)
         return actions
 
     def _fail(
@@ -276,5 +319,5 @@ class RelayGroup:
         )
         self._failed.add(sequence)
         for key in [key for key in self._places if key[0] == sequence]:
-            del self._places[key]
+            self._drop_place(key)
         return [Deliver(rank, call.failure) for rank in call.specs]

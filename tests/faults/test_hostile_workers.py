@@ -74,7 +74,7 @@ def test_groups_and_keys_on_a_workers_word_are_bounded_and_refused_with_a_reason
     peer = Peer(orchestrator, "large")
     peer.say(OpenGroup("g", 0, 3_000_000, "large"))
     ended = eventually(lambda: [m for m in peer.heard if isinstance(m, GroupEnded)], 20, "it is refused")
-    assert "a group of 3000000 ranks cannot be opened here" in ended[0].reason
+    assert "rank 0 of 3000000 of group 'g' cannot be opened here" in ended[0].reason
     for number in range(18):
         peer.say(StoreAsk(number, "set", (f"k{number}",), (bytes(4 << 20),)))
     answers = eventually(

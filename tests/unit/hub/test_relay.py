@@ -33,6 +33,10 @@ class FakeSession:
         self.session_id = bytes([number]) * 16
         self.peer_address = f"10.0.0.{number}:1"
         self.got: list[tuple[object, bytes]] = []
+        self.ended = ""
+
+    def end(self, cause, by_peer, farewell="") -> None:
+        self.ended = farewell
 
     def send(self, message, channel, buffers=()) -> None:
         self.got.append((message, b"".join(bytes(buffer) for buffer in buffers)))
@@ -42,8 +46,8 @@ class FakeSession:
 
 
 class World:
-    def __init__(self, size: int, opened: bool = True) -> None:
-        self.relay, self.size = Relay(), size
+    def __init__(self, size: int, opened: bool = True, most_waiting_bytes: int | None = None) -> None:
+        self.relay, self.size = Relay(most_waiting_bytes), size
         self.sessions = [FakeSession(rank + 1) for rank in range(size)]
         self.done = 0
         if opened:
@@ -379,3 +383,75 @@ def test_what_others_opened_under_the_name_of_a_formed_group_makes_room_for_it()
     assert not world.sessions[0].of(GroupEnded) and not world.sessions[1].of(GroupEnded)
     world.relay.forget("run/3/")
     assert world.relay._assigned == {}
+
+
+def parcel(group: str, target: int, number: int, nbytes: int) -> Parcel:
+    tensor = FlatTensor("uint8", nbytes)
+    return Parcel(group=group, source=0, target=target, tag=0, number=number, offset=0, total=nbytes, tensor=tensor)
+
+
+def test_a_session_that_fills_the_hub_with_what_waits_is_ended_by_name() -> None:
+    mib = 1 << 20
+    for what in ("parcels", "pieces", "one group each"):
+        world = World(3, opened=False, most_waiting_bytes=8 * mib)
+        world.open(0)
+        world.open(1)
+        sent = 0
+        while not world.sessions[0].ended:
+            sent += 1
+            assert sent <= 8, "it is ended before the bound is far behind"
+            if what == "pieces":
+                world.add(0, sent, np.zeros(mib // 4), call=None)
+            else:
+                name = "g" if what == "parcels" else f"g{sent}"
+                world.open(0, name)
+                world.say(0, parcel(name, 2, sent, mib), bytes(mib))
+        assert sent == 8 and "the hub keeps 8 MiB" in world.sessions[0].ended
+        assert "rank 0 (w0) was lost: it sent 8 MiB that wait" in world.sessions[1].of(GroupEnded)[0].reason
+        assert not world.sessions[1].ended
+        assert not any(seat.group.held for seat in world.relay._seats.values())
+
+
+def test_what_those_who_left_have_waiting_is_bounded_too() -> None:
+    mib = 1 << 20
+    world = World(3, opened=False, most_waiting_bytes=8 * mib)
+    for number in range(30):  # sends and leaves, and is in no group any more
+        world.open(0, f"g{number}")
+        world.say(0, parcel(f"g{number}", 1, 1, mib), bytes(mib))
+        world.say(0, LeaveGroup(f"g{number}"))
+    assert list(world.relay.figures()) == [f"g{number}" for number in range(23, 30)]
+    world.open(1, "g29")
+    assert [len(payload) for message, payload in world.sessions[1].got if isinstance(message, Parcel)] == [mib]
+    world = World(3, opened=False, most_waiting_bytes=8 * mib)
+    world.open(1)
+    for number in range(8):  # sends and leaves, and comes again
+        world.open(0)
+        world.say(0, parcel("g", 2, number, mib), bytes(mib))
+        assert bool(world.sessions[0].ended) == (number == 7)
+        world.say(0, LeaveGroup("g"))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["add", "late", "parcel", "open", "leave", "expire"]),
+                          st.integers(1, 3)), max_size=40))  # fmt: skip
+def test_what_waits_is_counted_as_what_is_there(acts) -> None:
+    world = World(3, opened=False)
+    world.open(0)
+    group = world.relay._seats["g"].group
+    for rank, act, number in acts:
+        if act == "open":
+            world.open(rank)
+        elif act == "leave":
+            world.say(rank, LeaveGroup("g"))
+        elif act == "expire":
+            world.say(rank, Expire("g", number, 1.0))
+        elif act == "parcel":
+            world.say(rank, parcel("g", (rank + 1) % 3, number, 10), bytes(10))
+        else:
+            world.add(rank, number, [1, 1, 1, 1], call=SUM if act == "add" else None)
+        waiting = sum(len(several) for several in group._waiting.values())
+        parts = sum(part is not None for place in group._places.values() for part in place.parts)
+        specs = sum(len(call.specs) for call in group._calls.values())
+        least = 500 * (waiting + parts + specs) + 10 * waiting + 16 * parts + 24 * len(group._places)
+        assert all(held >= 0 for held in group.held.values())
+        assert least <= sum(group.held.values()) <= least + 100 * specs
