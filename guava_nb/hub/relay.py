@@ -30,6 +30,7 @@ from guava_nb.protocol.messages import (
     Parcel,
     Piece,
     StoreAsk,
+    StoreReply,
     channel_of,
 )
 
@@ -103,9 +104,9 @@ class Relay:
     """The collectives and keys of all sessions of one hub. Feed it session events; it needs nothing else.
 
     Args:
-        most_waiting_bytes: that one session may have here in all its groups, waiting for other ranks. None: half of this machine's
-            memory. An honest program waits with whole gradients, whose size only it knows; with more than half of the memory
-            in one direction it could not be summed here either.
+        most_waiting_bytes: that one session may have here in all its groups, waiting for other ranks. None: half of this
+            machine's memory. An honest rank waits with whole gradients, whose size only its program knows; what two ranks
+            send has to find room here in any case.
         on_violation: ends a session that sent more, with words for what it sent.
     """
 
@@ -285,11 +286,24 @@ class Relay:
         assert isinstance(message, StoreAsk)
         with self._lock:
             self._clients[session.session_id] = session
-            replies = self._store.ask(session.session_id, message)
+            if problem := self._foreign_key(session.session_id, message):
+                replies = [(session.session_id, StoreReply(message.request_id, problem=problem))]
+            else:
+                replies = self._store.ask(session.session_id, message)
             answers = [(self._clients.get(client), reply) for client, reply in replies]
         for client, reply in answers:
             if client is not None:
                 _send(client, reply)
+
+    def _foreign_key(self, session_id: bytes, ask: StoreAsk) -> str:
+        """Say which group of the orchestrator an ask is about that the session is in no rank of; "" where there is none."""
+        of_prefixes = ask.op in ("forget", "num_keys", "list_keys")
+        for prefix, one in self._assigned.items():
+            if session_id not in one.ranks and any(
+                key.startswith(prefix) or (of_prefixes and prefix.startswith(key)) for key in ask.keys
+            ):
+                return f"keys that begin with {prefix!r} are for the ranks of that group, and this session has none"
+        return ""
 
     def _on_closed(self, event: SessionClosed) -> None:
         session = event.session

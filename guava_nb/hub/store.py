@@ -14,7 +14,8 @@ from guava_nb.protocol.messages import StoreAsk, StoreReply
 
 __all__ = ["MOST_BYTES", "MOST_WAITS", "StoreTable"]
 
-#: Bytes that one client's keys and waits may take, keys of all clients that are gone, and values of an answer; waits of one client.
+#: Bytes that one client's keys and waits may take, those of all clients that are gone, and the values of one answer; waits of
+#: one client.
 MOST_BYTES, MOST_WAITS = 64 << 20, 4096
 #: What a key or a wait takes beside its texts.
 _KEY_BYTES = 100

@@ -455,3 +455,31 @@ def test_what_waits_is_counted_as_what_is_there(acts) -> None:
         least = 500 * (waiting + parts + specs) + 10 * waiting + 16 * parts + 24 * len(group._places)
         assert all(held >= 0 for held in group.held.values())
         assert least <= sum(group.held.values()) <= least + 100 * specs
+
+
+def test_keys_of_a_formed_group_are_for_its_ranks_alone() -> None:
+    world = assigned(2)
+    other = stranger(world)
+    world.say(0, StoreAsk(1, "set", ("run/3/0/k",), (b"v",)))
+    asks = [
+        ("get", "run/3/0/k"), ("set", "run/3/0/k"), ("delete", "run/3/0/k"), ("wait", "run/3/x"), ("list_keys", ""),
+        ("forget", ""), ("forget", "run/"), ("forget", "run/3/0"), ("num_keys", "r"), ("queue_push", "run/3/q"),
+    ]  # fmt: skip
+    for op, key in asks:
+        world.say(2, StoreAsk(2, op, ("own", key) if op in ("get", "wait") else (key,), (b"v",)))
+        assert "'run/3/' are for the ranks of that group" in other.of(StoreReply)[-1].problem
+    assert len(other.of(StoreReply)) == len(asks)
+    for op, key in (
+        ("set", "program/1/k"),
+        ("get", "program/1/k"),
+        ("list_keys", "program/1/"),
+        ("forget", "program/"),
+    ):
+        world.say(2, StoreAsk(3, op, (key,), (b"v",) if op == "set" else ()))
+        assert not other.of(StoreReply)[-1].problem
+    world.say(1, StoreAsk(4, "get", ("run/3/0/k",)))
+    world.say(1, StoreAsk(5, "list_keys", ("run/3/",)))
+    assert [reply.values for reply in world.sessions[1].of(StoreReply)] == [(b"v",), (b"run/3/0/k",)]
+    world.relay.forget("run/3/")
+    world.say(2, StoreAsk(6, "check", ("run/3/0/k",)))
+    assert (other.of(StoreReply)[-1].number, other.of(StoreReply)[-1].problem) == (0, "")
