@@ -78,6 +78,12 @@ class Orchestrator(Generating, SessionHost):
         if ignored := self.config.without_effect():
             told = ", ".join(f"{name} ({other} takes its place)" if other else name for name, other in ignored.items())
             self._notices.add(f"accepted, without effect here: {told}; see help(DistributedConfig)")
+        if risks := self.config.risks_of_the_folder():
+            told = ", ".join(f"{name} ({origin})" for name, origin in risks.items())
+            self._notices.add(
+                f"set by a file of the current folder: {told}. It weakens this session's security or starts a program: "
+                "take it out of the file if you did not want it"
+            )
         self.run: Run | None = None
         self.past_runs = PastRuns(lambda: self.run_path)
         self._models, self._tensor_plan = ModelRegistry(self._notices.add), dict[str, str]()
