@@ -72,7 +72,9 @@ class SessionFile:
             ConfigError: the folder cannot be written to, or has no room or no locks; or the name is that of a file beside it.
         """
         if path.suffix in _TAKEN:
-            raise ConfigError(f"session_file {path}: files that end in {path.suffix} lie beside it; let it end in .json")
+            raise ConfigError(
+                f"session_file {path}: files that end in {path.suffix} lie beside it; let it end in .json"
+            )
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             for number in range(1, _MOST + 1):

@@ -174,10 +174,10 @@ class Relay:
 
     def forget(self, prefix: str) -> None:
         """A generation is over: forget its groups and keys; what still comes for them is dropped."""
-        self._drop(prefix, "this group is over: a newer one took its place")
         with self._lock:
             for over in [one for one in self._assigned if one.startswith(prefix)]:
                 del self._assigned[over]
+        self._drop(prefix, "this group is over: a newer one took its place")
 
     def _drop(self, prefix: str, reason: str) -> None:
         self.break_group(prefix, reason)
@@ -230,6 +230,7 @@ class Relay:
         assert isinstance(message, OpenGroup)
         with self._lock:
             problem = self._refusal(message, event.session.session_id)
+            is_kin = self._is_kin(message.group, event.session.session_id)
             seat = self._seats.get(message.group)
             if not problem and seat is None:
                 seat = self._seats[message.group] = _Seat(RelayGroup(message.group, message.size))
@@ -238,7 +239,7 @@ class Relay:
             return
         with seat.lock:
             problem = seat.hindrance(event.session, message)
-            if problem and message.size != seat.group.size and self._is_kin(message.group, event.session.session_id):
+            if problem and is_kin and message.size != seat.group.size:
                 who = f"{message.member} says it is rank {message.rank} of {message.size}"
                 self._deliver(seat, seat.group.end(f"{who} in group {message.group!r}, but {problem}"))
             elif not problem:
@@ -333,8 +334,9 @@ class Relay:
 
     def _check_waiting(self, session: SessionHandle) -> None:
         """End a session that sent more to ranks which are not there, or do not send theirs, than a hub keeps for it."""
-        seats = [(seat, seat.ranks.get(session.session_id)) for seat in self._with_prefix("")]
-        waiting = sum(seat.group.held_by(rank) for seat, rank in seats if rank is not None)
+        with self._lock:
+            seats = [(seat.group, seat.ranks.get(session.session_id)) for seat in self._seats.values()]
+        waiting = sum(group.held_by(rank) for group, rank in seats if rank is not None)
         if waiting > self._most_waiting_bytes:
             violation = (
                 f"{waiting >> 20} MiB that wait for other ranks; the hub keeps {self._most_waiting_bytes >> 20} MiB"
@@ -361,17 +363,17 @@ class Relay:
         with self._lock:
             if over and not seat.ranks and self._seats.get(seat.group.name) is seat:
                 del self._seats[seat.group.name]
-            if not seat.ranks and any(seat.group.held.values()):
+            if not seat.ranks and seat.group.held_bytes:
                 self._prune()
 
     def _prune(self) -> None:
         """Forget the oldest groups that no session is in, where all of them keep too much, or there are too many groups."""
         empty = [seat for seat in self._seats.values() if not seat.ranks]
-        waiting = sum(sum(seat.group.held.values()) for seat in empty)
+        waiting = sum(seat.group.held_bytes for seat in empty)
         for seat in empty:
             if waiting <= self._most_waiting_bytes and len(self._seats) < MOST_GROUPS:
                 return
-            waiting -= sum(seat.group.held.values())
+            waiting -= seat.group.held_bytes
             del self._seats[seat.group.name]
 
     def _act(self, seat: _Seat, what: Callable[[RelayGroup], list[Action]]) -> None:

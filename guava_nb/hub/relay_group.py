@@ -93,6 +93,10 @@ def _weight(payload: memoryview | None) -> int:
     return _RECORD_BYTES + (0 if payload is None else payload.nbytes)
 
 
+def _spec_bytes(spec: CallSpec) -> int:
+    return _RECORD_BYTES + len(spec.kind) + len(spec.reduce) + len(spec.dtype) + _ENTRY_BYTES * len(spec.counts)
+
+
 def _source(message: Message) -> int:
     assert isinstance(message, Piece | Parcel)
     return message.source
@@ -125,9 +129,15 @@ class RelayGroup:
         """Whether every rank has opened it and left, so that it can be forgotten."""
         return len(self.members) == self.size and self._left >= self.members.keys()
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that wait here in all; may be asked for while another thread has the group's lock."""
+        return sum(list(self.held.values()))
+
     def held_by(self, rank: int) -> int:
-        """Bytes that a rank answers for: its own, and those of ranks that left."""
-        return self.held[rank] + sum(self.held[other] for other in self._left if other in self.held and other != rank)
+        """Bytes that a rank answers for: its own, and those of ranks that left. Needs no lock, as `held_bytes`."""
+        left = sum(self.held.get(other, 0) for other in list(self._left) if other != rank) if self._left else 0
+        return self.held.get(rank, 0) + left
 
     def who(self, ranks: Iterable[int]) -> str:
         """Name ranks for a sentence."""
@@ -243,8 +253,8 @@ class RelayGroup:
     def _called(self, rank: int, sequence: int, spec: CallSpec) -> list[Action]:
         call = self._calls.setdefault(sequence, _Call())
         first = next(iter(call.specs.items()), None)
-        self._hold_spec(rank, call.specs.get(rank), -1)
-        self._hold_spec(rank, spec, 1)
+        before = call.specs.get(rank)
+        self.held[rank] += _spec_bytes(spec) - (0 if before is None else _spec_bytes(before))
         call.specs[rank] = spec
         actions: list[Action] = []
         if call.failure is not None:
@@ -261,13 +271,8 @@ class RelayGroup:
         if len(call.specs) == self.size:
             del self._calls[sequence]
             for other, called in call.specs.items():
-                self._hold_spec(other, called, -1)
+                self.held[other] -= _spec_bytes(called)
         return actions
-
-    def _hold_spec(self, rank: int, spec: CallSpec | None, sign: int) -> None:
-        if spec is not None:
-            texts = len(spec.kind) + len(spec.reduce) + len(spec.dtype)
-            self.held[rank] += sign * (_RECORD_BYTES + texts + _ENTRY_BYTES * len(spec.counts))
 
     def _drop_place(self, key: tuple[int, int, int]) -> _Place:
         place = self._places.pop(key)
