@@ -43,10 +43,12 @@ from guava_nb.protocol.messages import (
     Accept,
     CrashReport,
     Energy,
+    FormGroup,
     Hello,
     Leave,
     Log,
     Message,
+    RunProgram,
     Vitals,
     channel_of,
 )
@@ -103,7 +105,7 @@ class Cluster:
     ) -> None:
         """Start the dispatcher thread; sessions are fed in through `on_event`."""
         self.roster = Roster()
-        self.relay = Relay()
+        self.relay = Relay(on_violation=self._end_session)
         self.findings = Findings()
         self.caches, self.energy, self.bounds, self.vitals = WorkerCaches(), EnergyBook(), PayloadBounds(), VitalsBook()
         self.output = output
@@ -181,7 +183,7 @@ class Cluster:
     def _on_message(self, event: MessageArrived) -> None:
         message, rank = event.message, self.seats.rank_of(event.session.session_id)
         if type(message) not in FROM_WORKERS:
-            self._end_session(event.session, rank, f"a {type(message).__name__}, which no worker sends")
+            self._end_session(event.session, f"a {type(message).__name__}, which no worker sends")
         elif isinstance(message, Hello):
             self._seat(event.session, shortened(message))
         elif isinstance(message, Log) and rank is not None:
@@ -194,8 +196,8 @@ class Cluster:
         elif isinstance(message, Leave) and rank is not None:
             self._on_leave(rank, message.reason[:MOST_CHARS])
 
-    def _end_session(self, session: SessionHandle, rank: int | None, violation: str) -> None:
-        if rank is not None:
+    def _end_session(self, session: SessionHandle, violation: str) -> None:
+        if (rank := self.seats.rank_of(session.session_id)) is not None:
             self.expel(rank, violation)
         else:
             self._close_aside(session, f"it sent {violation}")
@@ -336,6 +338,8 @@ class Cluster:
         if session is None:
             return False
         self.bounds.sent(rank, message)
+        if isinstance(group := message.group if isinstance(message, RunProgram) else message, FormGroup):
+            self.relay.assign(group.name, session.session_id, group.rank, len(group.members))
         try:
             session.send(message, channel_of(message), buffers)
         except (LinkClosed, LinkError):

@@ -22,6 +22,9 @@ __all__ = ["SavedSession", "SessionFile", "is_locked_here"]
 
 _VERSION = 1
 _LOCAL = ".local"
+#: Of the files beside it: those that end with the session, and all that a session file cannot be called.
+_BESIDE = (".run", ".steps", ".launched", _LOCAL)
+_TAKEN = (*_BESIDE, ".lock", ".probe", ".status")
 _ABOUT_BYTES = 8 << 10  # of such a file
 _MOST = 64  # sessions of one name side by side
 _HELD: set[Path] = set()  # by this process: a lock keeps others out, and not the process that has it
@@ -66,8 +69,12 @@ class SessionFile:
         """Hold this file, or the first one beside it that no process holds: `name.json`, `name-2.json`, ...
 
         Raises:
-            ConfigError: the folder cannot be written to, or has no room or no locks.
+            ConfigError: the folder cannot be written to, or has no room or no locks; or the name is that of a file beside it.
         """
+        if path.suffix in _TAKEN:
+            raise ConfigError(
+                f"session_file {path}: files that end in {path.suffix} lie beside it; let it end in .json"
+            )
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             for number in range(1, _MOST + 1):
@@ -136,8 +143,8 @@ class SessionFile:
     def release(self, forget: bool) -> None:
         """Let the next process hold it; `forget`: the session is over for good."""
         if forget:
-            for suffix in (".json", ".run", ".steps", ".launched", _LOCAL):
-                self.path.with_suffix(suffix).unlink(missing_ok=True)
+            for path in (self.path, *map(self.path.with_suffix, _BESIDE)):
+                path.unlink(missing_ok=True)
         self._lock.close()
         _HELD.discard(self.path)
 

@@ -14,7 +14,7 @@ from typing import Any
 from guava_nb.config.values import Origin, near
 from guava_nb.errors import ConfigError
 
-__all__ = ["Layer", "Table", "Text", "from_env_file", "from_environ", "from_yaml"]
+__all__ = ["OF_THE_FOLDER", "Layer", "Table", "Text", "from_env_file", "from_environ", "from_yaml"]
 
 #: Field name to (raw value, origin).
 Layer = dict[str, tuple[Any, Origin]]
@@ -24,6 +24,10 @@ Table = Mapping[str, tuple[Any, tuple[str, ...]]]
 PREFIX = "GUAVA_"
 #: Variables of ours that are no settings: a secret, and switches of the notebook and the tests.
 OTHER_VARIABLES = frozenset({"GUAVA_JOIN_CODE", "GUAVA_UI", "GUAVA_TEST"})
+
+_ENV_FILE, _YAML_FILE = ".env", "config.yaml"
+#: Ends of the origins of what was found in the current folder, where nothing named a file.
+OF_THE_FOLDER = tuple(f" in file {name}" for name in (_ENV_FILE, _YAML_FILE))
 
 #: Names inside a section of the YAML file that mean one of our fields. In the section "training" of such a file
 #: `num_workers` are processes of the data loader, not members of the cluster.
@@ -54,7 +58,7 @@ def from_env_file(path: str | Path | None, table: Table) -> Layer:
     Raises:
         ConfigError: a named file that is not there, or a misspelt GUAVA_ variable.
     """
-    found = _find(path, ".env")
+    found = _find(path, _ENV_FILE)
     if found is None:
         return {}
     from dotenv import dotenv_values
@@ -70,7 +74,7 @@ def from_yaml(path: str | Path | None, table: Table) -> Layer:
     Raises:
         ConfigError: a named file that is not there, bad YAML, an unknown key or section, a setting given twice.
     """
-    found = _find(path, "config.yaml")
+    found = _find(path, _YAML_FILE)
     if found is None:
         return {}
     layer: Layer = {}

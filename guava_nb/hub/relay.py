@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import psutil
+
 from guava_nb.errors import GuavaError, LinkClosed
 from guava_nb.hub.relay_group import Action, Deliver, Reduce, RelayGroup
 from guava_nb.hub.store import StoreTable
@@ -28,6 +30,7 @@ from guava_nb.protocol.messages import (
     Parcel,
     Piece,
     StoreAsk,
+    StoreReply,
     channel_of,
 )
 
@@ -37,6 +40,10 @@ logger = logging.getLogger(__name__)
 
 #: Most ranks of a group, as `num_workers` allows; most groups of a hub; characters of a group's name and of a member's.
 MOST_RANKS, MOST_GROUPS, MOST_CHARS = 4096, 20_000, 500
+#: Whether too much waits is looked at when what a rank has waiting in a group grew by so much: small pieces pay nothing for it.
+_LOOK_BYTES = 64 << 10
+#: What torch calls the default group of a process, behind the prefix that all its groups share.
+_DEFAULT = "/0"
 
 
 @dataclass
@@ -62,12 +69,56 @@ class _Seat:
         self.ranks: dict[bytes, int] = {}
         self.figures = GroupFigures()
 
+    def hindrance(self, session: SessionHandle, message: OpenGroup) -> str:
+        """Say why a session may not become this rank: another one is, or it is another rank; "" where it may."""
+        holder, own = self.sessions.get(message.rank), self.ranks.get(session.session_id, message.rank)
+        if holder is not None and holder.session_id != session.session_id:
+            return f"another session holds it ({self.group.members[message.rank]})"
+        if own != message.rank:
+            return f"this session holds rank {own}"
+        return "" if message.size == self.group.size else f"it was opened with {self.group.size} ranks"
+
+
+class _Assigned:
+    """Who may open the groups whose names begin with a prefix: sessions, with their ranks among all `size`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.ranks: dict[bytes, int] = {}
+
+    def hindrance(self, rest: str, session_id: bytes, message: OpenGroup) -> str:
+        """Say why a session may not open the group that is called `rest` behind the prefix; "" where it may."""
+        own = self.ranks.get(session_id)
+        if own is None:
+            return "its ranks were assigned to other sessions"
+        if rest == _DEFAULT and (message.rank, message.size) != (own, self.size):
+            return f"this session was assigned rank {own} of {self.size}"
+        return "" if message.size <= self.size else f"it has {self.size} ranks"
+
+
+def _end_session(session: SessionHandle, violation: str) -> None:
+    session.end(LinkClosed(f"it sent {violation}"), False, f"this session sent {violation}")
+
 
 class Relay:
-    """The collectives and keys of all sessions of one hub. Feed it session events; it needs nothing else."""
+    """The collectives and keys of all sessions of one hub. Feed it session events; it needs nothing else.
 
-    def __init__(self) -> None:
+    Args:
+        most_waiting_bytes: that one session may have here in all its groups, waiting for other ranks. None: half of this
+            machine's memory. An honest rank waits with whole gradients, whose size only its program knows; what two ranks
+            send has to find room here in any case.
+        on_violation: ends a session that sent more, with words for what it sent.
+    """
+
+    def __init__(
+        self,
+        most_waiting_bytes: int | None = None,
+        on_violation: Callable[[SessionHandle, str], None] = _end_session,
+    ) -> None:
+        self._most_waiting_bytes = most_waiting_bytes or psutil.virtual_memory().total // 2
+        self._on_violation = on_violation
         self._lock = threading.Lock()  # taken after no other lock
+        self._assigned: dict[str, _Assigned] = {}  # by prefix of the names
         self._seats: dict[str, _Seat] = {}
         self._store = StoreTable()
         self._clients: dict[bytes, SessionHandle] = {}
@@ -104,6 +155,18 @@ class Relay:
             self._on_closed(event)
         return False
 
+    def assign(self, prefix: str, session_id: bytes, rank: int, size: int) -> None:
+        """From now on only sessions that were assigned a rank open groups whose names begin with `prefix`.
+
+        The default group among them takes each session as its own rank only; what others opened or set there before is dropped.
+        """
+        with self._lock:
+            if is_new := prefix not in self._assigned:
+                self._assigned[prefix] = _Assigned(size)
+            self._assigned[prefix].ranks[session_id] = rank
+        if is_new:
+            self._drop(prefix, "its name belongs to a group of the orchestrator")
+
     def break_group(self, prefix: str, reason: str) -> None:
         """Every group whose name starts with `prefix`: what is pending and what comes fails on all with `reason`."""
         for seat in self._with_prefix(prefix):
@@ -111,7 +174,13 @@ class Relay:
 
     def forget(self, prefix: str) -> None:
         """A generation is over: forget its groups and keys; what still comes for them is dropped."""
-        self.break_group(prefix, "this group is over: a newer one took its place")
+        with self._lock:
+            for over in [one for one in self._assigned if one.startswith(prefix)]:
+                del self._assigned[over]
+        self._drop(prefix, "this group is over: a newer one took its place")
+
+    def _drop(self, prefix: str, reason: str) -> None:
+        self.break_group(prefix, reason)
         with self._lock:
             for name in [name for name in self._seats if name.startswith(prefix)]:
                 del self._seats[name]
@@ -137,10 +206,7 @@ class Relay:
         if seat is None:
             return
         seat.figures.in_bytes += len(payload)
-        with seat.lock:
-            actions = seat.group.piece(rank, message, payload)
-            self._deliver(seat, actions)
-        for action in actions:
+        for action in self._take(event.session, seat, rank, lambda group: group.piece(rank, message, payload)):
             if isinstance(action, Reduce):
                 self._reduce(seat, action)
 
@@ -150,7 +216,7 @@ class Relay:
         seat, rank = self._seat_of(event, message.group)
         if seat is not None:
             seat.figures.in_bytes += len(payload)
-            self._act(seat, lambda group: group.parcel(rank, message, payload))
+            self._take(event.session, seat, rank, lambda group: group.parcel(rank, message, payload))
 
     def _on_expire(self, event: MessageArrived) -> None:
         message = event.message
@@ -162,27 +228,52 @@ class Relay:
     def _on_open(self, event: MessageArrived) -> None:
         message = event.message
         assert isinstance(message, OpenGroup)
-        if not self._admits(message):
-            most = f"1 to {MOST_RANKS} ranks may be in one, and {MOST_GROUPS} groups may stand"
-            _send(
-                event.session,
-                GroupEnded(message.group, f"a group of {message.size} ranks cannot be opened here: {most}"),
-            )
-            return
         with self._lock:
+            problem = self._refusal(message, event.session.session_id)
+            is_kin = self._is_kin(message.group, event.session.session_id)
             seat = self._seats.get(message.group)
-            if seat is None:
+            if not problem and seat is None:
                 seat = self._seats[message.group] = _Seat(RelayGroup(message.group, message.size))
+        if problem or seat is None:
+            self._refuse(event.session, message, problem)
+            return
         with seat.lock:
-            seat.sessions[message.rank] = event.session
-            seat.ranks[event.session.session_id] = message.rank
-            self._deliver(seat, seat.group.open(message))
+            problem = seat.hindrance(event.session, message)
+            if problem and is_kin and message.size != seat.group.size:
+                who = f"{message.member} says it is rank {message.rank} of {message.size}"
+                self._deliver(seat, seat.group.end(f"{who} in group {message.group!r}, but {problem}"))
+            elif not problem:
+                seat.sessions[message.rank] = event.session
+                seat.ranks[event.session.session_id] = message.rank
+                self._deliver(seat, seat.group.open(message))
+        if problem:
+            self._refuse(event.session, message, problem)
 
-    def _admits(self, message: OpenGroup) -> bool:
-        """Whether a group may be opened: its size is a peer's word, and what is kept of it grows with that."""
-        known = message.group in self._seats
-        texts_fit = len(message.group) <= MOST_CHARS and len(message.member) <= MOST_CHARS
-        return texts_fit and 0 < message.size <= MOST_RANKS and (known or len(self._seats) < MOST_GROUPS)
+    def _is_kin(self, group: str, session_id: bytes) -> bool:
+        """Whether a session has a rank among those whose subgroup this is: then its program is wrong, and all are told."""
+        assigned = any(group.startswith(prefix) and session_id in one.ranks for prefix, one in self._assigned.items())
+        seat = self._seats.get(group.rpartition("/")[0] + _DEFAULT)
+        return assigned or (seat is not None and seat.group.name != group and session_id in seat.ranks)
+
+    def _refuse(self, session: SessionHandle, message: OpenGroup, problem: str) -> None:
+        """The one who asks is told, and the group goes on."""
+        what = f"rank {message.rank} of {message.size} of group {message.group[:MOST_CHARS]!r} cannot be opened here"
+        logger.warning("%s by %s: %s", what, session.peer_address, problem)
+        _send(session, GroupEnded(message.group, f"{what}: {problem}"))
+
+    def _refusal(self, message: OpenGroup, session_id: bytes) -> str:
+        """Say why a group may not be opened, "" where it may: its size is a peer's word, and what is kept grows with that."""
+        if not 0 < message.size <= MOST_RANKS or not 0 <= message.rank < message.size:
+            return f"1 to {MOST_RANKS} ranks may be in one, counted from 0"
+        if len(message.group) > MOST_CHARS or len(message.member) > MOST_CHARS:
+            return f"a name may have {MOST_CHARS} characters"
+        if message.group not in self._seats and len(self._seats) >= MOST_GROUPS:
+            self._prune()
+        if message.group not in self._seats and len(self._seats) >= MOST_GROUPS:
+            return f"{MOST_GROUPS} groups may stand"
+        found = ((prefix, one) for prefix, one in self._assigned.items() if message.group.startswith(prefix))
+        problems = (one.hindrance(message.group.removeprefix(prefix), session_id, message) for prefix, one in found)
+        return next(filter(None, problems), "")
 
     def _on_leave(self, event: MessageArrived) -> None:
         message = event.message
@@ -196,22 +287,62 @@ class Relay:
         assert isinstance(message, StoreAsk)
         with self._lock:
             self._clients[session.session_id] = session
-            replies = self._store.ask(session.session_id, message)
+            if problem := self._foreign_key(session.session_id, message):
+                replies = [(session.session_id, StoreReply(message.request_id, problem=problem))]
+            else:
+                replies = self._store.ask(session.session_id, message)
             answers = [(self._clients.get(client), reply) for client, reply in replies]
         for client, reply in answers:
             if client is not None:
                 _send(client, reply)
+
+    def _foreign_key(self, session_id: bytes, ask: StoreAsk) -> str:
+        """Say which group of the orchestrator an ask is about that the session is in no rank of; "" where there is none."""
+        of_prefixes = ask.op in ("forget", "num_keys", "list_keys")
+        for prefix, one in self._assigned.items():
+            if session_id not in one.ranks and any(
+                key.startswith(prefix) or (of_prefixes and prefix.startswith(key)) for key in ask.keys
+            ):
+                return f"keys that begin with {prefix!r} are for the ranks of that group, and this session has none"
+        return ""
 
     def _on_closed(self, event: SessionClosed) -> None:
         session = event.session
         with self._lock:
             self._clients.pop(session.session_id, None)
             self._store.lost(session.session_id)
-            seats = list(self._seats.values())
-        for seat in seats:
+        self._lose(session, str(event.cause))
+
+    def _lose(self, session: SessionHandle, cause: str) -> None:
+        for seat in self._with_prefix(""):
             rank = seat.ranks.get(session.session_id)
             if rank is not None and seat.sessions.get(rank) is session:
-                self._part(seat, session, lambda group, rank=rank: group.lose(rank, str(event.cause)))  # type: ignore[misc]
+                self._part(seat, session, lambda group, rank=rank: group.lose(rank, cause))  # type: ignore[misc]
+
+    def _take(
+        self, session: SessionHandle, seat: _Seat, rank: int, what: Callable[[RelayGroup], list[Action]]
+    ) -> list[Action]:
+        """Let a group take what a session sent, and look whether too much of it waits; returns what is left to be done."""
+        with seat.lock:
+            before = seat.group.held[rank]
+            actions = what(seat.group)
+            self._deliver(seat, actions)
+            after = seat.group.held[rank]
+        if after // _LOOK_BYTES > before // _LOOK_BYTES:
+            self._check_waiting(session)
+        return actions
+
+    def _check_waiting(self, session: SessionHandle) -> None:
+        """End a session that sent more to ranks which are not there, or do not send theirs, than a hub keeps for it."""
+        with self._lock:
+            seats = [(seat.group, seat.ranks.get(session.session_id)) for seat in self._seats.values()]
+        waiting = sum(group.held_by(rank) for group, rank in seats if rank is not None)
+        if waiting > self._most_waiting_bytes:
+            violation = (
+                f"{waiting >> 20} MiB that wait for other ranks; the hub keeps {self._most_waiting_bytes >> 20} MiB"
+            )
+            self._lose(session, f"it sent {violation}")
+            self._on_violation(session, violation)
 
     # -------------------------------------------------------------------------------------------------------- internal
 
@@ -232,6 +363,18 @@ class Relay:
         with self._lock:
             if over and not seat.ranks and self._seats.get(seat.group.name) is seat:
                 del self._seats[seat.group.name]
+            if not seat.ranks and seat.group.held_bytes:
+                self._prune()
+
+    def _prune(self) -> None:
+        """Forget the oldest groups that no session is in, where all of them keep too much, or there are too many groups."""
+        empty = [seat for seat in self._seats.values() if not seat.ranks]
+        waiting = sum(seat.group.held_bytes for seat in empty)
+        for seat in empty:
+            if waiting <= self._most_waiting_bytes and len(self._seats) < MOST_GROUPS:
+                return
+            waiting -= seat.group.held_bytes
+            del self._seats[seat.group.name]
 
     def _act(self, seat: _Seat, what: Callable[[RelayGroup], list[Action]]) -> None:
         with seat.lock:

@@ -8,6 +8,7 @@ ranks go different ways is told so instead of hanging.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Union
@@ -29,6 +30,8 @@ from guava_nb.protocol.messages import (
 
 __all__ = ["Action", "Deliver", "RelayGroup", "Reduce", "describe_call"]
 
+#: What a message that waits takes beside its payload, and a rank's entry in a list.
+_RECORD_BYTES, _ENTRY_BYTES = 500, 8
 ONLY_CALLED = -2  # target of a piece that carries nothing but its rank's call
 EVERYONE = -1
 
@@ -67,6 +70,7 @@ class _Place:
     """Where the same piece of all ranks is collected."""
 
     parts: list[memoryview | None]
+    first: int  # the rank whose part came first
     missing: int
     numel: int
     dtype: str
@@ -85,6 +89,19 @@ def _onward(piece: Piece, source: int) -> Piece:
     return msgspec.structs.replace(piece, source=source, confirm=False, call=None)
 
 
+def _weight(payload: memoryview | None) -> int:
+    return _RECORD_BYTES + (0 if payload is None else payload.nbytes)
+
+
+def _spec_bytes(spec: CallSpec) -> int:
+    return _RECORD_BYTES + len(spec.kind) + len(spec.reduce) + len(spec.dtype) + _ENTRY_BYTES * len(spec.counts)
+
+
+def _source(message: Message) -> int:
+    assert isinstance(message, Piece | Parcel)
+    return message.source
+
+
 class RelayGroup:
     """One group.
 
@@ -93,12 +110,14 @@ class RelayGroup:
         size: number of ranks.
         members: rank to the worker's name, for those who have opened the group.
         broken: why nothing in it will ever complete; "" while it stands.
+        held: rank to the bytes of what it sent that waits here for other ranks.
     """
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
         self.members: dict[int, str] = {}
         self.broken = ""
+        self.held: Counter[int] = Counter()
         self._left: set[int] = set()
         self._waiting: dict[int, list[Deliver]] = {}  # for ranks that have not opened the group yet
         self._calls: dict[int, _Call] = {}
@@ -110,6 +129,16 @@ class RelayGroup:
         """Whether every rank has opened it and left, so that it can be forgotten."""
         return len(self.members) == self.size and self._left >= self.members.keys()
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that wait here in all; may be asked for while another thread has the group's lock."""
+        return sum(list(self.held.values()))
+
+    def held_by(self, rank: int) -> int:
+        """Bytes that a rank answers for: its own, and those of ranks that left. Needs no lock, as `held_bytes`."""
+        left = sum(self.held.get(other, 0) for other in list(self._left) if other != rank) if self._left else 0
+        return self.held.get(rank, 0) + left
+
     def who(self, ranks: Iterable[int]) -> str:
         """Name ranks for a sentence."""
         named = [f"rank {rank}" + (f" ({self.members[rank]})" if rank in self.members else "") for rank in ranks]
@@ -118,19 +147,17 @@ class RelayGroup:
     # ---------------------------------------------------------------------------------------------------- membership
 
     def open(self, message: OpenGroup) -> list[Action]:
-        """A rank has come: it gets what waited for it."""
+        """A rank has come, one of `size`: it gets what waited for it."""
         rank = message.rank
-        if message.size != self.size or not 0 <= rank < self.size:
-            return self.end(
-                f"{message.member} says it is rank {rank} of {message.size} in group {self.name!r}, "
-                f"which others opened with {self.size} ranks"
-            )
         self.members[rank] = message.member
         self._left.discard(rank)
         if self.broken:
             return [Deliver(rank, GroupEnded(self.name, self.broken))]
         gone = [Deliver(rank, LeaveGroup(self.name, other)) for other in sorted(self._left)]
-        return [*self._waiting.pop(rank, ()), *gone]
+        waited = self._waiting.pop(rank, [])
+        for deliver in waited:
+            self.held[_source(deliver.message)] -= _weight(deliver.payload)
+        return [*waited, *gone]
 
     def leave(self, rank: int) -> list[Action]:
         """A rank is done: collectives that it did not call, and receives from it, cannot complete any more."""
@@ -156,6 +183,7 @@ class RelayGroup:
         self._calls.clear()
         self._places.clear()
         self._waiting.clear()
+        self.held.clear()
         return [Deliver(rank, GroupEnded(self.name, reason)) for rank in self._present()]
 
     def _present(self) -> list[int]:
@@ -225,6 +253,8 @@ class RelayGroup:
     def _called(self, rank: int, sequence: int, spec: CallSpec) -> list[Action]:
         call = self._calls.setdefault(sequence, _Call())
         first = next(iter(call.specs.items()), None)
+        before = call.specs.get(rank)
+        self.held[rank] += _spec_bytes(spec) - (0 if before is None else _spec_bytes(before))
         call.specs[rank] = spec
         actions: list[Action] = []
         if call.failure is not None:
@@ -240,21 +270,33 @@ class RelayGroup:
             actions = self._fail(sequence, call, f"{self.who(absent)} left the group before", missing=tuple(absent))
         if len(call.specs) == self.size:
             del self._calls[sequence]
+            for other, called in call.specs.items():
+                self.held[other] -= _spec_bytes(called)
         return actions
+
+    def _drop_place(self, key: tuple[int, int, int]) -> _Place:
+        place = self._places.pop(key)
+        self.held[place.first] -= _ENTRY_BYTES * self.size
+        for rank, part in enumerate(place.parts):
+            if part is not None:
+                self.held[rank] -= _weight(part)
+        return place
 
     def _collect(self, rank: int, piece: Piece, payload: memoryview) -> list[Action]:
         key = (piece.sequence, piece.target, piece.offset)
         place = self._places.get(key)
         if place is None:
-            place = _Place([None] * self.size, self.size, piece.tensor.numel, piece.tensor.dtype)
+            place = _Place([None] * self.size, rank, self.size, piece.tensor.numel, piece.tensor.dtype)
             self._places[key] = place
+            self.held[rank] += _ENTRY_BYTES * self.size
         if place.parts[rank] is not None or (place.numel, place.dtype) != (piece.tensor.numel, piece.tensor.dtype):
             return self.end(f"{self.who([rank])} sent a piece of operation {piece.sequence} that fits no other rank's")
         place.parts[rank] = payload
+        self.held[rank] += _weight(payload)
         place.missing -= 1
         if place.missing:
             return []
-        del self._places[key]
+        self._drop_place(key)
         onward = _onward(piece, -1)
         return [Reduce(self._receivers(piece.target, None), onward, [part for part in place.parts if part is not None])]
 
@@ -271,6 +313,7 @@ class RelayGroup:
                 actions.append(deliver)
             else:
                 self._waiting.setdefault(rank, []).append(deliver)
+                self.held[_source(message)] += _weight(payload)
         return actions
 
     def _fail(
@@ -281,5 +324,5 @@ class RelayGroup:
         )
         self._failed.add(sequence)
         for key in [key for key in self._places if key[0] == sequence]:
-            del self._places[key]
+            self._drop_place(key)
         return [Deliver(rank, call.failure) for rank in call.specs]

@@ -7,19 +7,20 @@ waited enough. Values are bytes and are never looked into.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from guava_nb.protocol.messages import StoreAsk, StoreReply
 
 __all__ = ["MOST_BYTES", "MOST_WAITS", "StoreTable"]
 
-#: Bytes that one client's keys may take, and those of all clients that are gone; waits of one client.
+#: Bytes that one client's keys and waits may take, those of all clients that are gone, and the values of one answer; waits of
+#: one client.
 MOST_BYTES, MOST_WAITS = 64 << 20, 4096
-#: What a key takes beside its text and its value.
+#: What a key or a wait takes beside its texts.
 _KEY_BYTES = 100
-#: Stands before the name of a queue where sizes are counted: a key and a queue may have the same name.
-_QUEUE = "\0queue\0"
+#: What sizes are counted of: a key, or a queue, which may have the same name. True is a queue.
+_Thing = tuple[bool, str]
 
 Answers = list[tuple[bytes, StoreReply]]
 
@@ -28,6 +29,14 @@ Answers = list[tuple[bytes, StoreReply]]
 class _Waiter:
     client: bytes
     ask: StoreAsk
+
+    @property
+    def size(self) -> int:
+        return _KEY_BYTES + sum(len(key) + _KEY_BYTES for key in self.ask.keys) + sum(map(len, self.ask.values))
+
+
+class _TooMuchError(Exception):
+    """The hub would keep more for a client than it may."""
 
 
 class StoreTable:
@@ -42,10 +51,8 @@ class StoreTable:
         self._queues: dict[str, deque[bytes]] = {}
         self._waiting: list[_Waiter] = []
         self._lent: dict[str, bytes] = {}  # key to the client whose end takes it away
-        self._sizes: dict[
-            str, tuple[bytes, int]
-        ] = {}  # key or queue to the client as whose it counts, and bytes; oldest first
-        self._held: Counter[bytes] = Counter()  # bytes by client; b"" for all that are gone
+        self._sizes: dict[_Thing, tuple[bytes, int]] = {}  # to the client as whose it counts, and bytes; oldest first
+        self._held: Counter[bytes] = Counter()  # bytes by client, with its waits; b"" for all that are gone
         self._client = b""  # whose ask is done
         self._handlers: dict[str, Callable[[StoreAsk], StoreReply | None]] = {
             "set": self._set,
@@ -77,39 +84,33 @@ class StoreTable:
         if ask.op == "cancel":
             self._drop(lambda waiter: waiter.client == client and waiter.ask.request_id == ask.number)
             return []
-        if problem := self._excess(client, ask):
-            return [(client, StoreReply(ask.request_id, problem=problem))]
         self._client = client
-        if ask.op == "lend" or (ask.op == "claim" and ask.keys[0] not in self._values):
-            self._lent.update(dict.fromkeys(ask.keys, client))
-        elif ask.op == "set":  # and is lent no more
-            for key in ask.keys:
-                self._lent.pop(key, None)
         handler = self._handlers.get(ask.op)
         if handler is None:
             return [(client, StoreReply(ask.request_id, problem=f"the store has no operation {ask.op[:40]!r}"))]
         try:
             reply = handler(ask)
+            if reply is None:
+                self._wait_for(_Waiter(client, ask))
+                return []
+        except _TooMuchError as problem:
+            return [(client, StoreReply(ask.request_id, problem=str(problem)))]
         except (IndexError, ValueError) as problem:
             reply = StoreReply(ask.request_id, problem=f"the store cannot {ask.op} {list(ask.keys)[:3]}: {problem}")
-        if reply is None:
-            self._waiting.append(_Waiter(client, ask))
-            return []
         return [(client, reply), *self._wake()]
 
     def lost(self, client: bytes) -> None:
         """The client is gone and waits for nothing any more; what it has set stays, what it has lent goes with it."""
         self._drop(lambda waiter: waiter.client == client)
         for key in [key for key, owner in self._lent.items() if owner == client]:
-            del self._lent[key]
             self._drop_value(key)
-        for name in [name for name, (owner, _) in self._sizes.items() if owner == client]:
-            self._count(name, self._sizes[name][1], b"")
+        for thing in [thing for thing, (owner, _) in self._sizes.items() if owner == client]:
+            self._count(thing, self._sizes[thing][1], b"")
         self._held.pop(client, None)
         while self._held[b""] > MOST_BYTES:
-            name = next(name for name, (owner, _) in self._sizes.items() if owner == b"")
-            if name.startswith(_QUEUE):
-                self._drop_queue(name.removeprefix(_QUEUE))
+            is_queue, name = next(thing for thing, (owner, _) in self._sizes.items() if owner == b"")
+            if is_queue:
+                self._drop_queue(name)
             else:
                 self._drop_value(name)
 
@@ -125,56 +126,80 @@ class StoreTable:
 
     # ------------------------------------------------------------------------------------------------------------ sizes
 
-    def _excess(self, client: bytes, ask: StoreAsk) -> str:
-        """Say why an ask would make the hub keep too much for a client; "" where it does not."""
-        if ask.op in ("get", "multi_get", "wait", "queue_pop"):
-            waits = sum(waiter.client == client for waiter in self._waiting)
-            return f"this member waits {waits} times already" if waits >= MOST_WAITS else ""
-        fresh = sum(map(len, ask.values)) + sum(len(key) + _KEY_BYTES for key in ask.keys)
-        mine = [self._sizes.get(key, (b"", 0)) for key in ask.keys] if ask.op in ("set", "multi_set", "lend") else []
-        instead = sum(size for owner, size in mine if owner == client)
-        if ask.values and self._held[client] + fresh - instead > MOST_BYTES:
-            most = f"{MOST_BYTES >> 20} MiB"
-            return (
-                f"this member's keys take {self._held[client] >> 20} MiB at the hub, and may take {most}: delete some"
+    def _check_room(self, sizes: Mapping[_Thing, int]) -> None:
+        """Refuse that keys or queues become so large and the asking client's own, before anything is kept."""
+        mine = sum(
+            size for owner, size in (self._sizes.get(thing, (b"", 0)) for thing in sizes) if owner == self._client
+        )
+        self._check_bytes(sum(sizes.values()) - mine)
+
+    def _check_bytes(self, more: int) -> None:
+        held = self._held[self._client]
+        if more > 0 and held + more > MOST_BYTES:
+            raise _TooMuchError(
+                f"this member's keys take {held >> 20} MiB at the hub, and may take {MOST_BYTES >> 20} MiB: delete some"
             )
-        return ""
+
+    def _wait_for(self, waiter: _Waiter) -> None:
+        waits = sum(other.client == waiter.client for other in self._waiting)
+        if waits >= MOST_WAITS:
+            raise _TooMuchError(f"this member waits {waits} times already")
+        self._check_bytes(waiter.size)
+        self._held[waiter.client] += waiter.size
+        self._waiting.append(waiter)
+
+    def _put_all(self, values: Mapping[str, bytes]) -> None:
+        sizes = {(False, key): len(key) + len(value) + _KEY_BYTES for key, value in values.items()}
+        self._check_room(sizes)
+        self._values.update(values)
+        for thing, size in sizes.items():
+            self._count(thing, size, self._client)
 
     def _put(self, key: str, value: bytes) -> bytes:
-        self._values[key] = value
-        self._count(key, len(key) + len(value) + _KEY_BYTES, self._client)
+        self._put_all({key: value})
         return value
 
     def _drop_value(self, key: str) -> bool:
-        self._count(key, 0, b"")
+        self._count((False, key), 0, b"")
+        self._lent.pop(key, None)
         return self._values.pop(key, None) is not None
 
     def _drop_queue(self, key: str) -> None:
-        self._count(_QUEUE + key, 0, b"")
+        self._count((True, key), 0, b"")
         self._queues.pop(key, None)
 
-    def _count(self, name: str, size: int, client: bytes) -> None:
-        owner, before = self._sizes.pop(name, (b"", 0))
+    def _count(self, thing: _Thing, size: int, client: bytes) -> None:
+        owner, before = self._sizes.pop(thing, (b"", 0))
         self._held[owner] -= before
         if size:
-            self._sizes[name] = (client, size)
+            self._sizes[thing] = (client, size)
             self._held[client] += size
 
     # ------------------------------------------------------------------------------------------------------- operations
 
     def _set(self, ask: StoreAsk) -> StoreReply:
-        for key, value in tuple(zip(ask.keys, ask.values, strict=True)):
-            self._put(key, value)
+        values = dict(zip(ask.keys, ask.values, strict=True))
+        self._put_all(values)
+        if ask.op == "lend":
+            self._lent.update(dict.fromkeys(values, self._client))
+        elif ask.op == "set":  # and is lent no more
+            for key in values:
+                self._lent.pop(key, None)
         return StoreReply(ask.request_id)
 
     def _claim(self, ask: StoreAsk) -> StoreReply:
         """Lend the key if it is free; gives the value that holds then."""
         key, value = ask.keys[0], ask.values[0]
-        return StoreReply(ask.request_id, (self._values[key] if key in self._values else self._put(key, value),))
+        if key not in self._values:
+            self._put(key, value)
+            self._lent[key] = self._client
+        return StoreReply(ask.request_id, (self._values[key],))
 
     def _get(self, ask: StoreAsk) -> StoreReply | None:
         if any(key not in self._values for key in ask.keys):
             return None
+        if sum(len(self._values[key]) for key in ask.keys) > MOST_BYTES:  # one key may be asked for a million times
+            return StoreReply(ask.request_id, problem=f"an answer may have {MOST_BYTES >> 20} MiB: ask for fewer keys")
         return StoreReply(ask.request_id, tuple(self._values[key] for key in ask.keys))
 
     def _wait(self, ask: StoreAsk) -> StoreReply | None:
@@ -212,9 +237,12 @@ class StoreTable:
         return StoreReply(ask.request_id)
 
     def _queue_push(self, ask: StoreAsk) -> StoreReply:
-        name, value = _QUEUE + ask.keys[0], ask.values[0]
+        queue, value = (True, ask.keys[0]), ask.values[0]
+        # The first value pays for the queue's name.
+        size = self._sizes.get(queue, (b"", len(ask.keys[0]) + _KEY_BYTES))[1] + len(value) + _KEY_BYTES
+        self._check_room({queue: size})
         self._queues.setdefault(ask.keys[0], deque()).append(value)
-        self._count(name, self._sizes.get(name, (b"", 0))[1] + len(value) + _KEY_BYTES, self._client)
+        self._count(queue, size, self._client)
         return StoreReply(ask.request_id)
 
     def _queue_pop(self, ask: StoreAsk) -> StoreReply | None:
@@ -223,8 +251,8 @@ class StoreTable:
         if queue is None:
             return None if ask.number else StoreReply(ask.request_id, problem=f"the queue {key!r} is empty")
         value = queue.popleft()
-        owner, size = self._sizes[_QUEUE + key]
-        self._count(_QUEUE + key, size - len(value) - _KEY_BYTES, owner)
+        owner, size = self._sizes[True, key]
+        self._count((True, key), size - len(value) - _KEY_BYTES, owner)
         if not queue:
             self._drop_queue(key)
         return StoreReply(ask.request_id, (value,))
@@ -247,9 +275,12 @@ class StoreTable:
             if reply is None:
                 still.append(waiter)
             else:
+                self._held[waiter.client] -= waiter.size
                 answers.append((waiter.client, reply))
         self._waiting = still
         return answers
 
     def _drop(self, unwanted: Callable[[_Waiter], bool]) -> None:
+        for waiter in filter(unwanted, self._waiting):
+            self._held[waiter.client] -= waiter.size
         self._waiting = [waiter for waiter in self._waiting if not unwanted(waiter)]

@@ -9,7 +9,7 @@ import dataclasses
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,19 @@ from guava_nb.training.worker_data_facts import ask_data, feeds
 __all__ = ["Orchestrator"]
 
 
+def _sentences_on(config: DistributedConfig) -> Iterator[str]:
+    """What a person should know of the settings when a session begins."""
+    if ignored := config.without_effect():
+        told = ", ".join(f"{name} ({other} takes its place)" if other else name for name, other in ignored.items())
+        yield f"accepted, without effect here: {told}; see help(DistributedConfig)"
+    if risks := config.risks_of_the_folder():
+        told = ", ".join(f"{name} ({origin})" for name, origin in risks.items())
+        yield (
+            f"set by a file of the current folder: {told}. It weakens this session's security or starts a program: "
+            "take it out of the file if you did not want it"
+        )
+
+
 class Orchestrator(Generating, SessionHost):
     """One training session on the side that has the data. A context manager.
 
@@ -75,9 +88,8 @@ class Orchestrator(Generating, SessionHost):
         """Check the settings; nothing is started before `open`."""
         super().__init__(config, **overrides)
         self._given, self._set_by_mode = self.config, set[str]()  # what a mode falls back to; what one set
-        if ignored := self.config.without_effect():
-            told = ", ".join(f"{name} ({other} takes its place)" if other else name for name, other in ignored.items())
-            self._notices.add(f"accepted, without effect here: {told}; see help(DistributedConfig)")
+        for sentence in _sentences_on(self.config):
+            self._notices.add(sentence)
         self.run: Run | None = None
         self.past_runs = PastRuns(lambda: self.run_path)
         self._models, self._tensor_plan = ModelRegistry(self._notices.add), dict[str, str]()

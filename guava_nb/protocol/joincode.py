@@ -143,12 +143,13 @@ class JoinCode:
 
 
 def check_same_session(old: JoinCode, new: JoinCode) -> None:
-    """Refuse a new code that does not lead to the listener of the old one.
+    """Refuse a new code that does not lead to the listener of the old one: another secret, or another certificate's fingerprint.
 
     Raises:
         JoinCodeError: it is of another listener.
     """
-    if not secrets.compare_digest(old.secret, new.secret):
+    same_certificate = not (old.fingerprint and new.fingerprint) or old.fingerprint == new.fingerprint
+    if not (secrets.compare_digest(old.secret, new.secret) and same_certificate):
         raise JoinCodeError(
             "this join code belongs to another session than the one that is worked for: take the newest code of the same "
             "session, or leave this one first"

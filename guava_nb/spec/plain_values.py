@@ -12,6 +12,7 @@ import datetime
 import decimal
 import importlib
 import io
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -28,6 +29,8 @@ __all__ = ["RemoteObject", "Table", "pack_values", "unpack_values"]
 #: Characters of what an object shows of itself.
 _SHOWN_CHARS = 10_000
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, slice, torch.Size, torch.dtype, torch.device)
+#: Older ones unpickle what the schema of a stream names as an extension type.
+_LEAST_PYARROW = (14, 0, 1)
 _PLAIN = "Numbers, text, times, lists, dicts, tensors, arrays and tables of pandas, polars and pyarrow"
 #: What travels as its text: how it is read again.
 _WRITTEN: dict[str, tuple[type, Callable[[str], Any]]] = {
@@ -301,6 +304,18 @@ def _library(name: str) -> Any:
         ) from None
 
 
+def _pyarrow() -> Any:
+    """The library, where reading what another machine wrote runs none of its code: see CVE-2023-47248."""
+    found = _library("pyarrow")
+    version = tuple(map(int, re.findall(r"\d+", str(found.__version__))[:3]))
+    if version < _LEAST_PYARROW:
+        raise ConfigError(
+            f"a table of pyarrow arrived, and pyarrow {found.__version__} may run code that its sender put into it: install "
+            f"pyarrow {'.'.join(map(str, _LEAST_PYARROW))} or newer here"
+        )
+    return found
+
+
 def _arrow_table(table: ArrowTable) -> Any:
     stream = table.stream.data
     if table.library == "polars":
@@ -308,7 +323,7 @@ def _arrow_table(table: ArrowTable) -> Any:
         return frame.to_series() if table.kind == "Series" else frame
     if table.library != "pyarrow":
         raise RemoteProtocolError("a table of a library arrived that this version does not know")
-    found = _library("pyarrow").ipc.open_stream(stream).read_all()
+    found = _pyarrow().ipc.open_stream(stream).read_all()
     found.validate(full=True)  # another machine wrote it
     return _whole_batch(found) if table.kind == "RecordBatch" else found
 

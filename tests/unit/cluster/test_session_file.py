@@ -37,6 +37,27 @@ def test_what_was_saved_comes_back_and_is_its_users_alone(tmp_path: Path) -> Non
     assert not file.path.exists()
 
 
+@pytest.mark.parametrize("name", ["one", "one.session", "one.dat", "one.two.json", ".one"])
+def test_what_was_written_is_deleted_and_nothing_else_whatever_its_name(name: str, tmp_path: Path) -> None:
+    others = {tmp_path / "one.json", tmp_path / "one.txt"} - {tmp_path / name}
+    for other in others:
+        other.write_text("mine")
+    files = [SessionFile.take(tmp_path / name) for _ in range(2)]
+    for file in files:
+        file.save(saved())
+        file.note_local(["local-1"])
+        file.release(forget=True)
+    left = {path for path in tmp_path.iterdir() if path.suffix != ".lock"}
+    assert left == others and all(path.read_text() == "mine" for path in others)
+
+
+@pytest.mark.parametrize("suffix", [".lock", ".probe", ".run", ".steps", ".launched", ".local", ".status"])
+def test_a_name_of_a_file_beside_it_is_refused(suffix: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"files that end in {suffix} lie beside it"):
+        SessionFile.take(tmp_path / f"one{suffix}")
+    assert not list(tmp_path.iterdir())
+
+
 def test_workers_that_ended_with_their_process_are_known_until_the_session_ends(tmp_path: Path) -> None:
     file = SessionFile.take(tmp_path / "one.json")
     assert file.local() == []

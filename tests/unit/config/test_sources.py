@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from guava_nb import Orchestrator
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError
 
@@ -173,3 +174,32 @@ def test_wrong_environment_value_names_the_variable() -> None:
 def test_unknown_argument_names_the_near_one() -> None:
     with pytest.raises(ConfigError, match=r"'batchsize' is no setting \(from argument\)\. Did you mean \"batch_size\""):
         load(batchsize=3)
+
+
+def test_what_weakens_security_in_a_file_of_the_folder_is_told(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert DistributedConfig.load(environ={}).risks_of_the_folder() == {}
+    Path(".env").write_text("GUAVA_TLS=off\nGUAVA_TUNNEL=cloudflared:./a\nMASTER_IP=127.0.0.1\nGUAVA_SEED=3\n")
+    Path("config.yaml").write_text("workers_on: docker:2\nmaster_ip: 0.0.0.0\ntls: true\n")
+    config = DistributedConfig.load(environ={})
+    assert config.risks_of_the_folder() == {
+        "tls": "GUAVA_TLS in file .env",
+        "tunnel": "GUAVA_TUNNEL in file .env",
+        "workers_on": "workers_on in file config.yaml",
+    }
+    assert list(config.replace(tls=False, seed=1).risks_of_the_folder()) == ["tunnel", "workers_on"], (
+        "by hand is wanted"
+    )
+    said = DistributedConfig.load(environ={"GUAVA_TLS": "0"}, tunnel="ngrok", workers_on="", master_ip="0.0.0.0")
+    assert said.risks_of_the_folder() == {}
+    Path(".env").unlink()
+    assert DistributedConfig.load(environ={}).risks_of_the_folder() == {
+        "workers_on": "workers_on in file config.yaml",
+        "master_ip": "master_ip in file config.yaml",
+    }
+    named = tmp_path / "mine.env"
+    named.write_text("GUAVA_TLS=off\n")
+    assert "tls" not in DistributedConfig.load(env_file=named, environ={}).risks_of_the_folder()
+    Path(".env").write_text("GUAVA_TLS=off\n")
+    with Orchestrator(DistributedConfig.load(environ={}, workers_on="", master_ip="127.0.0.1")) as session:
+        assert any("tls (GUAVA_TLS in file .env). It weakens" in note for note in session.status().notes)

@@ -33,6 +33,10 @@ class FakeSession:
         self.session_id = bytes([number]) * 16
         self.peer_address = f"10.0.0.{number}:1"
         self.got: list[tuple[object, bytes]] = []
+        self.ended = ""
+
+    def end(self, cause, by_peer, farewell="") -> None:
+        self.ended = farewell
 
     def send(self, message, channel, buffers=()) -> None:
         self.got.append((message, b"".join(bytes(buffer) for buffer in buffers)))
@@ -42,8 +46,8 @@ class FakeSession:
 
 
 class World:
-    def __init__(self, size: int, opened: bool = True) -> None:
-        self.relay, self.size = Relay(), size
+    def __init__(self, size: int, opened: bool = True, most_waiting_bytes: int | None = None) -> None:
+        self.relay, self.size = Relay(most_waiting_bytes), size
         self.sessions = [FakeSession(rank + 1) for rank in range(size)]
         self.done = 0
         if opened:
@@ -233,10 +237,12 @@ def test_who_left_keeps_nobody_waiting() -> None:
 
 
 def test_groups_of_two_sizes_and_pieces_that_fit_nothing_break_the_group() -> None:
-    world = World(2, opened=False)
-    world.open(0)
-    world.open(1, size=5)
-    assert "rank 1 of 5" in world.sessions[0].of(GroupEnded)[0].reason
+    world = World(2)
+    world.open(0, "w/0")
+    world.open(1, "w/0")
+    world.open(0, "w/1")
+    world.open(1, "w/1", size=5)  # the same program
+    assert all("rank 1 of 5" in session.of(GroupEnded)[0].reason for session in world.sessions)
     world = World(2)
     world.add(0, 1, [1, 1, 1, 1])
     world.add(1, 1, [1, 1], call=None)  # says no call, sends another size
@@ -287,3 +293,193 @@ def test_the_store_answers_who_waits_over_its_own_session() -> None:
     world.say(1, StoreAsk(6, "set", ("k",), (b"v",)))
     assert world.sessions[0].of(StoreReply) == [StoreReply(5, (b"v",))]
     assert world.sessions[1].of(StoreReply) == [StoreReply(6)]
+
+
+def stranger(world: World) -> FakeSession:
+    world.sessions.append(FakeSession(100 + len(world.sessions)))
+    return world.sessions[-1]
+
+
+def assert_sums(world: World, sequence: int = 1) -> None:
+    for rank in range(world.size):
+        world.add(rank, sequence, [1, 1, 1, 1])
+    for session in world.sessions[: world.size]:
+        assert [floats(p) for m, p in session.got if isinstance(m, Piece)][-1] == [float(world.size)] * 4
+        assert not session.of(GroupEnded)
+
+
+def test_a_rank_that_a_session_holds_is_not_given_to_another_and_the_group_goes_on() -> None:
+    world = World(2)
+    other = stranger(world)
+    for rank in (0, 1):
+        world.say(2, OpenGroup("g", rank, 2, "x"))
+    assert [ended.reason.split(": ")[1] for ended in other.of(GroupEnded)] == [
+        "another session holds it (w0)",
+        "another session holds it (w1)",
+    ]
+    world.say(2, LeaveGroup("g"))
+    world.close(2)
+    assert_sums(world)
+    world.open(0)  # again, by the same session
+    assert_sums(world, 2)
+
+
+def test_a_wrong_size_or_place_is_told_to_its_opener_alone() -> None:
+    world = World(2)
+    other = stranger(world)
+    for group, rank, size in (("g", 2, 3), ("g", -1, 2), ("g", 2, 2), ("new", 5, 2), ("new", 0, 0), ("new", 0, 4097)):
+        world.say(2, OpenGroup(group, rank, size, "x"))
+    assert len(other.of(GroupEnded)) == 6
+    assert set(world.relay.figures()) == {"g"}
+    assert_sums(world)
+
+
+def test_a_rank_is_free_again_when_its_session_is_over() -> None:
+    world = World(2, opened=False)
+    world.open(0)
+    world.say(0, LeaveGroup("g"))
+    world.sessions[0] = FakeSession(9)
+    world.open(0)
+    world.open(1)
+    assert not world.sessions[0].of(GroupEnded)
+
+
+def assigned(size: int) -> World:
+    world = World(size, opened=False)
+    for rank in range(size):
+        world.relay.assign("run/3/", world.sessions[rank].session_id, rank, size)
+    return world
+
+
+def test_a_formed_group_takes_each_session_as_the_rank_it_was_assigned() -> None:
+    world = assigned(2)
+    other = stranger(world)
+    world.open(1, "run/3//0", 3)
+    world.open(0, "run/3//1", 3)
+    world.say(1, OpenGroup("run/3//0", 0, 2, "w1"))
+    assert [len(session.of(GroupEnded)) for session in world.sessions] == [1, 2, 0]
+    for name in ("run/3//0", "run/3//1", "run/3//0/split-1", "run/3/x"):
+        world.say(2, OpenGroup(name, 0, 2, "x"))
+    assert all("assigned to other sessions" in ended.reason for ended in other.of(GroupEnded))
+    assert len(other.of(GroupEnded)) == 4
+    assert world.relay.figures() == {}
+    world.open(0, "run/3//0")
+    world.open(1, "run/3//0")
+    world.say(0, OpenGroup("run/3//1", 1, 2, "w0"))  # ranks of a subgroup are the program's own
+    assert set(world.relay.figures()) == {"run/3//0", "run/3//1"}
+
+
+def test_what_others_opened_under_the_name_of_a_formed_group_makes_room_for_it() -> None:
+    world = World(2, opened=False)
+    other = stranger(world)
+    world.say(2, OpenGroup("run/3//0", 0, 2, "x"))
+    world.say(2, StoreAsk(1, "set", ("run/3/0/k",), (b"forged",)))
+    for rank in range(2):
+        world.relay.assign("run/3/", world.sessions[rank].session_id, rank, 2)
+        world.open(rank, "run/3//0")
+    assert "belongs to a group of the orchestrator" in other.of(GroupEnded)[0].reason
+    world.say(0, StoreAsk(2, "check", ("run/3/0/k",)))
+    assert world.sessions[0].of(StoreReply)[-1].number == 0
+    assert not world.sessions[0].of(GroupEnded) and not world.sessions[1].of(GroupEnded)
+    world.relay.forget("run/3/")
+    assert world.relay._assigned == {}
+
+
+def parcel(group: str, target: int, number: int, nbytes: int) -> Parcel:
+    tensor = FlatTensor("uint8", nbytes)
+    return Parcel(group=group, source=0, target=target, tag=0, number=number, offset=0, total=nbytes, tensor=tensor)
+
+
+def test_a_session_that_fills_the_hub_with_what_waits_is_ended_by_name() -> None:
+    mib = 1 << 20
+    for what in ("parcels", "pieces", "one group each"):
+        world = World(3, opened=False, most_waiting_bytes=8 * mib)
+        world.open(0)
+        world.open(1)
+        sent = 0
+        while not world.sessions[0].ended:
+            sent += 1
+            assert sent <= 8, "it is ended before the bound is far behind"
+            if what == "pieces":
+                world.add(0, sent, np.zeros(mib // 4), call=None)
+            else:
+                name = "g" if what == "parcels" else f"g{sent}"
+                world.open(0, name)
+                world.say(0, parcel(name, 2, sent, mib), bytes(mib))
+        assert sent == 8 and "the hub keeps 8 MiB" in world.sessions[0].ended
+        assert "rank 0 (w0) was lost: it sent 8 MiB that wait" in world.sessions[1].of(GroupEnded)[0].reason
+        assert not world.sessions[1].ended
+        assert not any(seat.group.held for seat in world.relay._seats.values())
+
+
+def test_what_those_who_left_have_waiting_is_bounded_too() -> None:
+    mib = 1 << 20
+    world = World(3, opened=False, most_waiting_bytes=8 * mib)
+    for number in range(30):  # sends and leaves, and is in no group any more
+        world.open(0, f"g{number}")
+        world.say(0, parcel(f"g{number}", 1, 1, mib), bytes(mib))
+        world.say(0, LeaveGroup(f"g{number}"))
+    assert list(world.relay.figures()) == [f"g{number}" for number in range(23, 30)]
+    world.open(1, "g29")
+    assert [len(payload) for message, payload in world.sessions[1].got if isinstance(message, Parcel)] == [mib]
+    world = World(3, opened=False, most_waiting_bytes=8 * mib)
+    world.open(1)
+    for number in range(8):  # sends and leaves, and comes again
+        world.open(0)
+        world.say(0, parcel("g", 2, number, mib), bytes(mib))
+        assert bool(world.sessions[0].ended) == (number == 7)
+        world.say(0, LeaveGroup("g"))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["add", "late", "parcel", "open", "leave", "expire"]),
+                          st.integers(1, 3)), max_size=40))  # fmt: skip
+def test_what_waits_is_counted_as_what_is_there(acts) -> None:
+    world = World(3, opened=False)
+    world.open(0)
+    group = world.relay._seats["g"].group
+    for rank, act, number in acts:
+        if act == "open":
+            world.open(rank)
+        elif act == "leave":
+            world.say(rank, LeaveGroup("g"))
+        elif act == "expire":
+            world.say(rank, Expire("g", number, 1.0))
+        elif act == "parcel":
+            world.say(rank, parcel("g", (rank + 1) % 3, number, 10), bytes(10))
+        else:
+            world.add(rank, number, [1, 1, 1, 1], call=SUM if act == "add" else None)
+        waiting = sum(len(several) for several in group._waiting.values())
+        parts = sum(part is not None for place in group._places.values() for part in place.parts)
+        specs = sum(len(call.specs) for call in group._calls.values())
+        least = 500 * (waiting + parts + specs) + 10 * waiting + 16 * parts + 24 * len(group._places)
+        assert all(held >= 0 for held in group.held.values())
+        assert least <= sum(group.held.values()) <= least + 100 * specs
+
+
+def test_keys_of_a_formed_group_are_for_its_ranks_alone() -> None:
+    world = assigned(2)
+    other = stranger(world)
+    world.say(0, StoreAsk(1, "set", ("run/3/0/k",), (b"v",)))
+    asks = [
+        ("get", "run/3/0/k"), ("set", "run/3/0/k"), ("delete", "run/3/0/k"), ("wait", "run/3/x"), ("list_keys", ""),
+        ("forget", ""), ("forget", "run/"), ("forget", "run/3/0"), ("num_keys", "r"), ("queue_push", "run/3/q"),
+    ]  # fmt: skip
+    for op, key in asks:
+        world.say(2, StoreAsk(2, op, ("own", key) if op in ("get", "wait") else (key,), (b"v",)))
+        assert "'run/3/' are for the ranks of that group" in other.of(StoreReply)[-1].problem
+    assert len(other.of(StoreReply)) == len(asks)
+    for op, key in (
+        ("set", "program/1/k"),
+        ("get", "program/1/k"),
+        ("list_keys", "program/1/"),
+        ("forget", "program/"),
+    ):
+        world.say(2, StoreAsk(3, op, (key,), (b"v",) if op == "set" else ()))
+        assert not other.of(StoreReply)[-1].problem
+    world.say(1, StoreAsk(4, "get", ("run/3/0/k",)))
+    world.say(1, StoreAsk(5, "list_keys", ("run/3/",)))
+    assert [reply.values for reply in world.sessions[1].of(StoreReply)] == [(b"v",), (b"run/3/0/k",)]
+    world.relay.forget("run/3/")
+    world.say(2, StoreAsk(6, "check", ("run/3/0/k",)))
+    assert (other.of(StoreReply)[-1].number, other.of(StoreReply)[-1].problem) == (0, "")

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guava_nb.hub import store
 from guava_nb.hub.store import MOST_BYTES, MOST_WAITS, StoreTable
 from guava_nb.protocol.messages import StoreAsk, StoreReply
 
@@ -132,3 +138,66 @@ def test_a_member_cannot_wait_without_end():
         assert ask(table, "get", "never", request=request) == []
     assert "waits 4096 times" in only(ask(table, "get", "never")).problem
     assert ask(table, "get", "never", client=B) == []
+
+
+KEYS = st.sampled_from(["a", "b", "\0queue\0a", "k" * 300, "n"])
+ASKS = st.builds(
+    StoreAsk,
+    request_id=st.integers(1, 5),
+    op=st.sampled_from([*StoreTable()._handlers, "cancel"]),
+    keys=st.lists(KEYS | st.text(max_size=3), max_size=4).map(tuple),
+    values=st.lists(st.sampled_from([b"", b"7", bytes(90), bytes(700)]), max_size=4).map(tuple),
+    number=st.integers(-(2**63), 2**63 - 1),
+)
+
+
+def kept_bytes(table: StoreTable) -> int:
+    """Bytes of all texts and values that a table holds, however it counts them."""
+    waits = [waiter.ask for waiter in table._waiting]
+    texts = sum(map(len, [*table._values, *table._queues, *table._lent, *(key for ask in waits for key in ask.keys)]))
+    queues = sum(len(value) for queue in table._queues.values() for value in queue)
+    return texts + queues + sum(map(len, table._values.values())) + sum(len(v) for ask in waits for v in ask.values)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from([A, B]), ASKS | st.none()), max_size=60))
+def test_what_is_kept_never_passes_the_limit_whatever_is_asked(asks):
+    table, most = StoreTable(), 2000
+    with mock.patch.object(store, "MOST_BYTES", most):
+        for client, what in asks:
+            if what is None:
+                table.lost(client)
+            else:
+                table.ask(client, what)
+            assert all(0 <= held <= most for held in table._held.values())
+            assert sum(table._held.values()) == sum(size for _, size in table._sizes.values()) + sum(
+                waiter.size for waiter in table._waiting
+            )
+            assert kept_bytes(table) <= sum(table._held.values())
+            assert set(table._lent) <= set(table._values)
+    for client in (A, B):
+        table.lost(client)
+    table.forget("")
+    assert not table._waiting and not table._sizes and not any(table._held.values())
+
+
+def test_each_way_past_the_limit_is_shut():
+    most = 2000
+    with mock.patch.object(store, "MOST_BYTES", most):
+        table = StoreTable()
+        for number in range(100):  # counters bring no values
+            ask(table, "add", f"n{number}", number=1)
+        assert 0 < len(table) < 20
+        table = StoreTable()
+        assert ask(table, "get", "k" * 1000) == []
+        assert "may take" in only(ask(table, "wait", "k" * 1000)).problem
+        table.lost(A)
+        ask(table, "lend", *(f"k{number}" for number in range(1000)))
+        assert not table._lent
+        table = StoreTable()
+        ask(table, "set", "k", values=[bytes(1500)])
+        assert "may take" in only(ask(table, "set", "k", "k", "l", values=[b"", bytes(400), bytes(1500)])).problem
+        assert only(ask(table, "get", "k")).values == (bytes(1500),), "what is refused changes nothing"
+        assert "ask for fewer" in only(ask(table, "multi_get", "k", "k")).problem
+        ask(table, "append", "k", values=[bytes(100)], client=B)  # the whole is B's then
+        assert "may take" in only(ask(table, "append", "k", values=[bytes(400)], client=B)).problem

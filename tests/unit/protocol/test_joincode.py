@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from guava_nb.errors import JoinCodeError
-from guava_nb.protocol.joincode import JoinCode
+from guava_nb.protocol.joincode import JoinCode, check_same_session
 
 SECRET = bytes(range(200, 216))
 FINGERPRINT = bytes(range(16))
@@ -122,3 +122,24 @@ def test_new_draws_a_secret():
 def test_parts_out_of_range_are_refused(parts):
     with pytest.raises(JoinCodeError):
         JoinCode(*parts)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "fingerprint", "secret", "same"),
+    [
+        ("tls", FINGERPRINT, SECRET, True),
+        ("wss", FINGERPRINT, SECRET, True),
+        ("wss", b"", SECRET, True),  # the tunnel's own certificate
+        ("tls", FINGERPRINT[::-1], SECRET, False),
+        ("wss", FINGERPRINT[::-1], SECRET, False),
+        ("tls", FINGERPRINT, SECRET[::-1], False),
+    ],
+)
+def test_a_code_of_another_secret_or_certificate_is_of_another_session(scheme, fingerprint, secret, same):
+    new = JoinCode("elsewhere.example", 443, fingerprint, secret, scheme)
+    for old in (CODE, JoinCode("h", 1, b"", SECRET, "ws")):
+        if same or (old is not CODE and secret == SECRET):
+            check_same_session(old, new)
+        else:
+            with pytest.raises(JoinCodeError, match="belongs to another session"):
+                check_same_session(old, new)

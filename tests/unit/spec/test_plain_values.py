@@ -7,6 +7,8 @@ import dataclasses
 import datetime
 import pathlib
 import re
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from guava_nb.data.codec import pack
 from guava_nb.errors import ConfigError, RemoteProtocolError
+from guava_nb.spec import plain_values
 from guava_nb.spec.plain_values import ArrowTable, RemoteObject, Table, pack_values, unpack_values
 
 KEYS = st.one_of(st.text(), st.integers(), st.tuples(st.integers(), st.text()))
@@ -184,3 +187,30 @@ def test_a_table_needs_pandas_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(ConfigError, match="pandas is not installed"):
         unpack_values(tree, b"")
+
+
+@pytest.mark.parametrize(
+    ("version", "opened"),
+    [
+        ("14.0.0", False), ("13.0.0", False), ("0.17.1", False), ("14.0", False),
+        ("14.0.1", True), ("14.1.0.dev5", True), ("23.0.0", True),
+    ],
+)  # fmt: skip
+def test_a_pyarrow_that_may_run_what_a_stream_names_opens_none(
+    version: str, opened: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Opened(Exception):
+        """The stream was opened."""
+
+    class Ipc:
+        @staticmethod
+        def open_stream(stream: object) -> None:
+            raise Opened
+
+    library: Any = ModuleType("pyarrow")
+    library.__version__, library.ipc = version, Ipc
+    monkeypatch.setitem(sys.modules, "pyarrow", library)
+    table = ArrowTable("pyarrow", "Table", np.arange(9, dtype=np.uint8))
+    with pytest.raises(Opened if opened else ConfigError) as caught:
+        plain_values._arrow_table(table)
+    assert opened or f"pyarrow {version} may run code" in str(caught.value)

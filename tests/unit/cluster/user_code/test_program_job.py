@@ -93,6 +93,20 @@ def test_each_rank_gets_its_place_and_leaves_the_group_at_the_end() -> None:
         assert [type(message) for message in ranks[0].got] == [RunProgram, EndProgram] * 2
 
 
+def test_only_the_sessions_of_its_ranks_may_open_its_group() -> None:
+    seen = []
+
+    def looks(rank: Rank, order: RunProgram) -> CodeRan:
+        relay = made._cluster.relay
+        seen.append(relay._assigned[order.group.name].ranks[rank.session.session_id])
+        return ends(rank, order)
+
+    with session(looks, looks) as (made, _):
+        run(made)
+        assert sorted(seen) == [0, 1]
+        assert made._cluster.relay._assigned == {}
+
+
 def test_the_rank_that_failed_is_the_cause_and_ends_the_others_whatever_they_do() -> None:
     def fails(rank: Rank, order: RunProgram) -> CodeRan:
         return failed(order.request_id, "ValueError", "mine")
