@@ -376,7 +376,10 @@ def _of_ended_process(batches: Iterator[Any], error: Exception) -> RuntimeError 
     if processes and isinstance(
         error, ConnectionError | EOFError
     ):  # a pipe breaks before its process has an exit status
-        wait([process.sentinel for process in processes], _ENDS_S)
+        ended = wait([process.sentinel for process in processes], _ENDS_S)
+        for process in processes:
+            if process.sentinel in ended:  # its files are closed; the system takes note of its end a little later
+                process.join(_ENDS_S)
     for process in processes:
         if (status := process.exitcode) is not None and status < 0:
             why = "; the system does so where memory runs out: a smaller num_workers takes less" if status == -9 else ""
