@@ -143,9 +143,9 @@ def _machines(rows: Sequence[Mapping[str, Any]]) -> Table:
              "network_out_bytes_s": "network out", "network_in_bytes_s": "network in"}  # fmt: skip
     names = {**used, **rates}
     made = [
-        (row["worker"], *("-" if row[name] is None else _use(name, row[name]) for name in names))
+        (row["worker"], *("-" if row.get(name) is None else _use(name, row[name]) for name in names))
         for row in rows
-        if any(row[name] is not None for name in names)
+        if any(row.get(name) is not None for name in names)  # a record of an older version has fewer
     ]
     return without_empty(("machine of", *names.values()), made)
 

@@ -156,7 +156,7 @@ def look_at_the_page_outside(lab: Lab, folder: Path) -> None:
                     page.screenshot(path=str(folder_of_pictures / f"web-{width}-{scheme}.png"))
             before = page.inner_text("#panel")
             eventually(lambda: page.inner_text("#panel") != before, 30, "the page is live")
-            assert "training" in before and page.locator("svg").count() == 4 and "guava1:" not in page.content()
+            assert "training" in before and page.locator("svg").count() == 6 and "guava1:" not in page.content()
             assert errors == [] and page.evaluate("document.body.scrollWidth <= window.innerWidth")
         finally:
             served.terminate()
@@ -208,7 +208,7 @@ def test_a_worker_s_own_notebook_shows_its_work_its_device_and_its_link(lab: Lab
 def test_the_panel_moves_survives_a_reload_and_the_button_stops_the_run(lab: Lab, other: Lab, folder: Path) -> None:
     first = eventually(lambda: max(0, step_of(lab, LONG)), 30, "the first step")
     eventually(lambda: step_of(lab, LONG) > first + 20, 30, "the panel moves")
-    eventually(lambda: lab.count(LONG, "svg") == 4, 30, "the charts of loss, accuracy, learning rate, gradient norm")
+    eventually(lambda: lab.count(LONG, "svg") == 6, 30, "charts of loss, accuracy, learning rate, gradient norm, CPU, RAM")
     shows = ("busy", "val loss", "learning rate", "epoch 7/")  # from then on the table of epochs has all its rows
     eventually(lambda: all(words in lab.output(LONG) for words in shows), 60, "all that it shows")
     for width in (500, 1280):
@@ -219,7 +219,7 @@ def test_the_panel_moves_survives_a_reload_and_the_button_stops_the_run(lab: Lab
     lab.save()
     lab.reload()
     shown = lab.output(LONG)  # what was saved last stays to be seen
-    assert re.search("(training|validating) epoch", shown) and lab.count(LONG, "svg") == 4
+    assert re.search("(training|validating) epoch", shown) and lab.count(LONG, "svg") == 6
     assert re.search(r"as of \d\d:\d\d:\d\d; if this time stands still: guava status --follow", shown)
     look_at_the_page_outside(lab, folder)
     lab.interrupt()
