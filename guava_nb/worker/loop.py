@@ -127,6 +127,7 @@ class WorkerLoop:
         self.keeper = StateKeeper(send, states)
         self.user_code = CellRunner(send, device, seat)
         self.tokens = TokenTeller(send, lambda: self.is_leaving or self._is_ending)
+        self._failed_build: tuple[str, BaseException] | None = None
         self._run: PreparedRun | None = None
         self._ticks = ScheduleTicks()
         self._session_id = ""  # of the orchestrator's session: what is held is of its runs
@@ -381,10 +382,17 @@ class WorkerLoop:
             self._send(self._from_disk(run, message, answer) if is_behind else answer, ())
             return
         self._forget()
+        failed, self._failed_build = self._failed_build, None
+        if (
+            comes_back and failed is not None and failed[0] == message.run_id
+        ):  # it was begun before, and is asked how it went
+            self._send(self._preparation.failed(message, failed[1]), ())
+            return
         self._show("preparing")
         try:
             run = self._preparation.build(message)
         except USER_ERRORS as error:
+            self._failed_build = message.run_id, error
             self._send(self._preparation.failed(message, error), ())
             return
         self._run, self._ticks = run, ScheduleTicks()

@@ -10,13 +10,13 @@ from unittest import mock
 from guava_nb import Orchestrator
 from guava_nb.orchestrator import replica_sets
 from guava_nb.sync.replica_set import ReplicaSet
-from guava_nb.training.initial_state import build_ensemble
+from guava_nb.training.initial_state import build_replicas
 from tests.support.direct import RANDOM_STATE, DirectWorker, end_workers
 
 
 def _build_alone(*args: Any) -> ReplicaSet:
     with RANDOM_STATE:  # of the workers, which build meanwhile
-        return build_ensemble(*args)
+        return build_replicas(*args)
 
 
 def said(orchestrator: Orchestrator) -> str:
@@ -32,7 +32,7 @@ def direct_session(workers: int, **settings: Any) -> Iterator[Orchestrator]:
     started = [DirectWorker(cluster, f"w{k}").start() for k in range(workers)]
     cluster.wait_for(workers, 10)
     try:
-        with mock.patch.object(replica_sets, "build_ensemble", _build_alone):
+        with mock.patch.object(replica_sets, "build_replicas", _build_alone):
             yield orchestrator
     finally:
         cluster.close()
