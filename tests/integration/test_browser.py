@@ -208,7 +208,9 @@ def test_a_worker_s_own_notebook_shows_its_work_its_device_and_its_link(lab: Lab
 def test_the_panel_moves_survives_a_reload_and_the_button_stops_the_run(lab: Lab, other: Lab, folder: Path) -> None:
     first = eventually(lambda: max(0, step_of(lab, LONG)), 30, "the first step")
     eventually(lambda: step_of(lab, LONG) > first + 20, 30, "the panel moves")
-    eventually(lambda: lab.count(LONG, "svg") == 6, 30, "charts of loss, accuracy, learning rate, gradient norm, CPU, RAM")
+    eventually(
+        lambda: lab.count(LONG, "svg") == 6, 30, "charts of loss, accuracy, learning rate, gradient norm, CPU, RAM"
+    )
     shows = ("busy", "val loss", "learning rate", "epoch 7/")  # from then on the table of epochs has all its rows
     eventually(lambda: all(words in lab.output(LONG) for words in shows), 60, "all that it shows")
     for width in (500, 1280):

@@ -30,7 +30,7 @@ class Writer:
 def test_many_short_messages_wake_the_writer_once_and_a_long_one_hurries_them(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(lanes.time, "monotonic", lambda: now)
-    lane: Lane[Writer] = Lane(BULK, 1 << 30, "off")  # type: ignore[type-var]
+    lane: Lane[Writer] = Lane(BULK, 1 << 30, "off", None)  # type: ignore[type-var]
     lane.connection = writer = Writer()
 
     def consume(sequence: int, nbytes: int) -> None:

@@ -15,6 +15,14 @@ NEW = JoinCode.decode(SECRET_CODE).with_address("two.example", 7).encode()
 OTHER = JoinCode.new("127.0.0.1", 4242, b"f" * 16, b"another 16 bytes").encode()
 
 
+@pytest.fixture(autouse=True)
+def no_token_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pyngrok read the environment anew: it keeps for the whole process what that had at first."""
+    from pyngrok import conf
+
+    monkeypatch.setattr(conf, "_default_pyngrok_config", None)
+
+
 def opened(notebook: Any) -> list[str]:
     return [tunnel for name, (tunnel, _) in notebook.orchestrator.calls if name == "open"]
 
