@@ -28,7 +28,9 @@ settings.register_profile("luck", settings.get_profile("guava"), derandomize=Fal
 settings.load_profile("luck" if os.environ.get("GUAVA_TEST_LUCK") else "guava")
 
 #: What even a machine that was made for these tests may lack.
-_MAY_LACK = re.compile(r"CUDA|GPU|Windows|no ::1 here|not permitted here|openmpi-bin|Slurm|slurm", re.IGNORECASE)
+_MAY_LACK = re.compile(
+    r"CUDA|GPU|Windows|polars|pyarrow|no ::1 here|not permitted here|openmpi-bin|Slurm|slurm", re.IGNORECASE
+)
 
 
 #: Files with long tests: one that came last would keep one process busy while the other has nothing left. Those that wait for

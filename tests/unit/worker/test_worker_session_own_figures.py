@@ -137,4 +137,5 @@ def test_a_processor_s_load_is_that_of_its_machine() -> None:
         work.sent(
             Energy(run_id="r", mark=0, seconds=1.0, cpu_busy=0.25, host_memory_used_bytes=3, host_memory_bytes=9), 1.0
         )
-        assert work.figures().busy == expected and work.figures().memory_bytes == 9
+        assert work.figures().busy == expected  # a GPU without NVML shows neither: its machine's RAM is not its memory
+        assert work.figures().memory_bytes == (9 if device == "cpu" else None)
