@@ -173,7 +173,8 @@ def test_nvml_that_dies_in_mid_run_costs_its_figure_and_nothing_else(
     assert difference_of_modules(run.model(), plain(expected, loader(), 2)) <= 1e-9
     row = run.energy_record()["workers"][0]
     if hangs:
-        assert row["joules"] in (None, 10.0, 20.0, 30.0)  # what it had told before it hung
+        # What it had told before it hung; of a window of two readings a counter's joules are told by power and time.
+        assert row["joules"] in (None, 10.0, 20.0, 30.0) or row["method"].endswith("by power and time")
     else:
         assert row["joules"] == 30.0 and "GPU is lost" in row["problem"] and row["uncovered_s"] > 0
     sensor.let_go.set()
