@@ -127,7 +127,7 @@ class WorkerLoop:
         self.keeper = StateKeeper(send, states)
         self.user_code = CellRunner(send, device, seat)
         self.tokens = TokenTeller(send, lambda: self.is_leaving or self._is_ending)
-        self._failed_build: tuple[str, BaseException] | None = None
+        self._not_built: Prepared | None = None  # the newest order, where it failed
         self._run: PreparedRun | None = None
         self._ticks = ScheduleTicks()
         self._session_id = ""  # of the orchestrator's session: what is held is of its runs
@@ -382,18 +382,22 @@ class WorkerLoop:
             self._send(self._from_disk(run, message, answer) if is_behind else answer, ())
             return
         self._forget()
-        failed, self._failed_build = self._failed_build, None
-        if (
-            comes_back and failed is not None and failed[0] == message.run_id
-        ):  # it was begun before, and is asked how it went
-            self._send(self._preparation.failed(message, failed[1]), ())
+        failed, self._not_built = self._not_built, None
+        was_begun = failed is not None and (failed.run_id, failed.generation + 1) == (
+            message.run_id,
+            message.generation,
+        )
+        if failed is not None and was_begun and comes_back:  # it is asked how that went
+            self._send(msgspec.structs.replace(failed, generation=message.generation), ())
             return
         self._show("preparing")
         try:
             run = self._preparation.build(message)
         except USER_ERRORS as error:
-            self._failed_build = message.run_id, error
-            self._send(self._preparation.failed(message, error), ())
+            self._not_built = self._preparation.failed(
+                message, error
+            )  # the answer: the error would keep the model's memory
+            self._send(self._not_built, ())
             return
         self._run, self._ticks = run, ScheduleTicks()
         self._reader.open(run.run_id, run.spec.cache)
