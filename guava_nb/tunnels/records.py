@@ -68,7 +68,7 @@ class Record:
         """Put the program's process on file; nothing when it has ended already."""
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            self.started, self.arguments = began_at(process), tuple(process.cmdline()[1:])
+            self.started, self.arguments = began_at(process), tuple(_words(process)[1:])
             self.pid = pid
             self.save()
 
@@ -193,6 +193,14 @@ def runs(pid: int, started: float) -> bool:
         return abs(began_at(process) - started) < _ROUNDED_S and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, OverflowError, ValueError):  # gone, or the number of no process
         return False
+
+
+def _words(process: psutil.Process) -> list[str]:
+    """Its command line, which is empty for a moment after the system has begun to load a program."""
+    deadline = time.monotonic() + GRACE_S
+    while not (words := process.cmdline()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return words
 
 
 def _same(now: tuple[str, ...], then: tuple[str, ...]) -> bool:

@@ -192,9 +192,19 @@ class Lab:
         return round(height), round(too_wide)
 
     def resize(self, width: int) -> None:
-        """Make the page so many pixels wide."""
+        """Make the page so many pixels wide, and wait until Lab has laid its panels out anew."""
         self.page.set_viewport_size({"width": width, "height": 1000})
-        self.page.wait_for_timeout(500)  # Lab lays its panels out anew
+        edges = """() => [...document.querySelectorAll('.jp-NotebookPanel, .jp-Cell-outputArea')]
+            .map(element => element.getBoundingClientRect().right)"""
+        seen: list[list[float]] = []
+
+        def laid_out() -> bool:
+            self.page.wait_for_timeout(100)
+            seen.append(self.page.evaluate(edges))
+            fills = width - 100 < max(seen[-1], default=0) <= width
+            return fills and seen[-3:] == [seen[-1]] * 3
+
+        eventually(laid_out, 30, f"the page is laid out {width} pixels wide")
 
     def marks_all_of(self, number: int, kind: str, words: str) -> bool:
         """Whether one click into an element of a cell's output marks the whole of it, for copying."""
