@@ -9,7 +9,9 @@ from unittest import mock
 
 from guava_nb import Orchestrator
 from guava_nb.orchestrator import replica_sets
+from guava_nb.replica.rng import seeded
 from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.training import schedule_check
 from guava_nb.training.initial_state import build_replicas
 from tests.support.direct import RANDOM_STATE, DirectWorker, end_workers
 
@@ -17,6 +19,12 @@ from tests.support.direct import RANDOM_STATE, DirectWorker, end_workers
 def _build_alone(*args: Any) -> ReplicaSet:
     with RANDOM_STATE:  # of the workers, which build meanwhile
         return build_replicas(*args)
+
+
+@contextmanager
+def _seeded_alone(*args: Any) -> Iterator[None]:
+    with RANDOM_STATE, seeded(*args):
+        yield
 
 
 def said(orchestrator: Orchestrator) -> str:
@@ -32,7 +40,8 @@ def direct_session(workers: int, **settings: Any) -> Iterator[Orchestrator]:
     started = [DirectWorker(cluster, f"w{k}").start() for k in range(workers)]
     cluster.wait_for(workers, 10)
     try:
-        with mock.patch.object(replica_sets, "build_replicas", _build_alone):
+        alone = mock.patch.object(replica_sets, "build_replicas", _build_alone)
+        with alone, mock.patch.object(schedule_check, "seeded", _seeded_alone):
             yield orchestrator
     finally:
         cluster.close()
