@@ -319,6 +319,23 @@ class LoaderFeed:
             "kept": [] if kept is None or self._settled is None else sorted(kept.replaced_since(self._settled)),
         }
 
+    def walks(self) -> dict[str, Any]:
+        """How often it was walked, and where its own random streams are, as plain data: `position` without the default streams."""
+        streams = RandomState.take(self._source.streams()).to_plain()["generators"]
+        return {"epochs": self._epoch + 1, "generators": streams}
+
+    def walk_on(self, walks: Mapping[str, Any]) -> None:
+        """Let the next `epoch()` be the one that followed `walks()`.
+
+        Raises:
+            CheckpointError: it is not what `walks` gives.
+        """
+        if type(walks.get("epochs")) is not int:
+            raise CheckpointError("the validation loader's place in a saved position cannot be read")
+        here = RandomState.take({}).to_plain()
+        RandomState.from_plain({**here, "generators": walks.get("generators")}).put(self._source.streams())
+        self._epoch = walks["epochs"] - 1
+
     def leave(self, epoch: int, batches: int) -> None:
         """The run ends after so many batches of an epoch: let random streams be where a plain loop leaves them."""
         if self._batches > batches and epoch == self._epoch:

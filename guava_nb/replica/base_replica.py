@@ -51,6 +51,7 @@ class BaseReplica(ABC):
         optimizer: torch's optimizer of the parameters; None while there are none.
         device: where the model lives.
         resolve: finds what the run's record names.
+        torch_loss: torch's class of the run's loss; None for a loss or step of the user's own.
     """
 
     layout: BucketLayout
@@ -71,6 +72,7 @@ class BaseReplica(ABC):
         self.device = device
         self._spec, self.resolve = spec, resolve
         self._objective = build_objective(spec, resolve, device)
+        self.torch_loss = self._objective.torch_loss
         self._preprocessing = Preprocessing(spec, resolve, device)
         self._autocast_dtype = autocast_dtype(spec.precision, device)
         self._schedule: Schedule | None = None

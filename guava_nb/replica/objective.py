@@ -61,7 +61,13 @@ class Loss:
 
 
 class Objective(Protocol):
-    """Runs the model on a batch and measures it."""
+    """Runs the model on a batch and measures it.
+
+    Attributes:
+        torch_loss: torch's class of its loss; None for a loss or step of the user's own.
+    """
+
+    torch_loss: type[nn.Module] | None
 
     def __call__(
         self, model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
@@ -162,6 +168,7 @@ class _StepObjective:
 
     def __init__(self, step: Callable[..., Any]) -> None:
         self._step = self.user = step
+        self.torch_loss: type[nn.Module] | None = None
 
     def __call__(
         self, model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
@@ -183,6 +190,8 @@ class _CriterionObjective:
     def __init__(self, criterion: Criterion) -> None:
         self._criterion, self._scoring = criterion, scoring(criterion)
         self.user = getattr(criterion, "user", None)
+        module = getattr(criterion, "module", None)
+        self.torch_loss: type[nn.Module] | None = None if module is None else type(module)
 
     def __call__(
         self, model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
@@ -402,7 +411,7 @@ class _TorchCriterion:
     """One of torch's criteria, which adds up and knows its denominator; None: the plain sum is minimised."""
 
     def __init__(self, name: str, module: nn.Module, count: _Denominator | None) -> None:
-        self._name, self._module, self._count = name, module, count
+        self._name, self.module, self._count = name, module, count
         self.scoring: Scoring | None = None
         if isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss):
             self.scoring = Scoring(module.ignore_index, takes_logits=True)
@@ -415,5 +424,5 @@ class _TorchCriterion:
             )
         if self.scoring is not None:
             outputs, targets = self.scoring.in_torchs_order(outputs, targets)
-        value = self._module(outputs, targets)
-        return Loss(value, 1.0, None if self._count is None else self._count(self._module, outputs, targets))
+        value = self.module(outputs, targets)
+        return Loss(value, 1.0, None if self._count is None else self._count(self.module, outputs, targets))

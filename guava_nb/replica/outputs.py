@@ -12,24 +12,35 @@ Pure. On the wire stand named columns, each a tensor with one row per sample:
 
 Classes are ranked by the outputs, not by their probabilities: in float32 many of these are exactly 0 or 1.
 Outputs in float64 are ranked in float64, all others in float32.
+
+Probabilities are those that the run's loss takes the outputs for: of each class by itself for torch's losses of classes that do not
+exclude each other (`EACH_CLASS`); else the outputs as they are, where no entry is negative and every row sums to 1, as a model
+that ends in a softmax gives them; else their softmax. The softmax of log-probabilities is the probabilities again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from guava_nb.errors import ConfigError, TrainingError
 from guava_nb.nested import children
 from guava_nb.protocol.messages import Wanted
 
-__all__ = ["Columns", "columns_of", "inputs_of", "joined", "unpacked", "without_targets"]
+__all__ = ["EACH_CLASS", "Columns", "columns_of", "inputs_of", "joined", "unpacked", "without_targets"]
 
 Columns = dict[str, Tensor]
+
+#: Torch's losses of classes that do not exclude each other, and the probability that they take an output for.
+EACH_CLASS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
+    nn.BCELoss: lambda outputs: outputs,
+    nn.BCEWithLogitsLoss: torch.sigmoid,
+    nn.MultiLabelSoftMarginLoss: torch.sigmoid,
+}
 
 _RAW = "take them as they are with raw=True (--raw), or let predict_step (--step) return [rows, classes]"
 
@@ -67,22 +78,23 @@ def inputs_of(batch: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------ on the worker
 
 
-def columns_of(outputs: Any, rows: int, wanted: Wanted) -> Columns:
+def columns_of(outputs: Any, rows: int, wanted: Wanted, loss: type[nn.Module] | None = None) -> Columns:
     """Return what was asked for of one batch's outputs, on the CPU.
 
     Args:
         outputs: what the model gave.
         rows: samples in the batch.
         wanted: what was asked for.
+        loss: torch's class of the run's loss; None for another one.
 
     Raises:
         ConfigError: the outputs have no such form; the text says which they have.
     """
-    columns = _raw(outputs, rows) if wanted.raw else _classes(outputs, rows, wanted)
+    columns = _raw(outputs, rows) if wanted.raw else _classes(outputs, rows, wanted, loss)
     return {name: column.detach().cpu().contiguous() for name, column in columns.items()}
 
 
-def _classes(outputs: Any, rows: int, wanted: Wanted) -> Columns:
+def _classes(outputs: Any, rows: int, wanted: Wanted, loss: type[nn.Module] | None) -> Columns:
     if not isinstance(outputs, Tensor):
         raise ConfigError(f"classes need one tensor of [rows, classes], the model returned a {_form(outputs)}: {_RAW}")
     if outputs.ndim != 2 or len(outputs) != rows or not outputs.is_floating_point():
@@ -98,7 +110,10 @@ def _classes(outputs: Any, rows: int, wanted: Wanted) -> Columns:
     if not 1 <= wanted.top_k <= classes:
         raise ConfigError(f"top_k is {wanted.top_k} and the model has {classes} classes; give 1 to {classes}")
     scores = outputs if outputs.dtype == torch.float64 else outputs.float()
-    probabilities = torch.softmax(scores, dim=1)
+    if loss in EACH_CLASS:
+        probabilities = EACH_CLASS[loss](scores)
+    else:
+        probabilities = scores if _sum_to_one(scores, outputs.dtype) else torch.softmax(scores, dim=1)
     # A maximum gives the first of equal scores; what topk gives of them depends on the device.
     best = scores.argmax(dim=1, keepdim=True) if wanted.top_k == 1 else scores.topk(wanted.top_k, dim=1).indices
     columns = {"predictions": best.to(_index_type(classes)), "confidences": probabilities.gather(1, best).float()}
@@ -108,6 +123,12 @@ def _classes(outputs: Any, rows: int, wanted: Wanted) -> Columns:
     if wanted.full:
         columns["probabilities"] = probabilities.float()
     return columns
+
+
+def _sum_to_one(scores: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `scores`, `[N, C]`, are probabilities of classes, as far as `dtype` can hold them."""
+    apart = (scores.sum(dim=1) - 1).abs() <= max(1e-4, torch.finfo(dtype).eps)
+    return bool((scores >= 0).all() & apart.all())
 
 
 def _index_type(classes: int) -> torch.dtype:

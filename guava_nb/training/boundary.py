@@ -196,6 +196,7 @@ class Boundary:
         question = self.plan.validation()
         with self.budget_gate.validation():
             self.walk.run(self.plan.val_feed, question)
+        self.accounting.note_validated()
         result = question.result()
         notes = {name: note for name, note in question.notes().items() if name not in self._told_metrics}
         self._told_metrics |= notes.keys()

@@ -301,7 +301,7 @@ def from_checkpoint(
         plan.logged = Logged(Path(name).name, steps, epochs, steps + int(content["step"]) + 1)
     if rewind:
         try:
-            plan.start.rewind(plan.feed)
+            plan.start.rewind(plan.feed, plan.val_feed)
         except CheckpointError:
             raise
         except Exception as error:

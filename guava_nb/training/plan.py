@@ -109,7 +109,8 @@ class Position:
         epoch: the epoch in work; one that has ended counts as the next one's beginning.
         batches: loader batches of it that are committed.
         samples: samples of it that are committed.
-        feed: where the loader has to go on, see `guava_nb.data.loader_feed.LoaderFeed.position`; None at the very beginning.
+        feed: where the loader has to go on, see `guava_nb.data.loader_feed.LoaderFeed.position`; its "validation" is the validation
+            loader's `walks()`. None at the very beginning.
     """
 
     epoch: int = 0
@@ -117,14 +118,16 @@ class Position:
     samples: int = 0
     feed: dict[str, Any] | None = None
 
-    def rewind(self, feed: LoaderFeed) -> None:
-        """Let the feed's next epoch go on from here.
+    def rewind(self, feed: LoaderFeed, val_feed: LoaderFeed | None) -> None:
+        """Let the next epochs of the feeds, to train and to validate with, go on from here.
 
         Raises:
             CheckpointError: `feed` is of another version or damaged.
         """
         if self.feed is None:
             return
+        if val_feed is not None and (walks := self.feed.get("validation")) is not None:
+            val_feed.walk_on(walks)
         feed.restore(self.feed)
         if self.feed["epoch"] < self.epoch:  # taken at an epoch's end: walk over it, so that the next one follows
             for _ in feed.epoch():

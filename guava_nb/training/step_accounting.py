@@ -183,7 +183,8 @@ class StepAccounting:
         """Begin where the plan does."""
         self._membership, self._plan, self._run, self._energy, self.call = membership, plan, run, energy, call
         self._replica_set = membership.replica_set
-        start = plan.start if plan.start.feed is not None else replace(plan.start, feed=plan.feed.position())
+        self.note_validated()
+        start = plan.start if plan.start.feed is not None else replace(plan.start, feed=self._feed_at())
         if self._replica_set.spec.optimizer_site == "orchestrator":  # the master changes with every step
             self._replica_set.beginning.preserve()
         self.snapshot = Snapshot(self._replica_set.step, start, self._replica_set.beginning)
@@ -216,14 +217,14 @@ class StepAccounting:
             group: its loader batches.
             step: its number, from 0.
         """
-        ids, at, feed = [i for batch in group for i in batch.sample_ids], self.position, self._plan.feed
+        ids, at = [i for batch in group for i in batch.sample_ids], self.position
         self._ledger.draw(epoch, ids)
         every = self._plan.accumulation_steps
         for part in (group[start : start + every] for start in range(0, len(group), every)):
             if len(part) < every or len({batch.rows for batch in part}) > 1:
                 self._tell_accumulated(f"batches of {' and '.join(str(batch.rows) for batch in part)} samples")
         if self._plan.note_place is not None:
-            self._plan.note_place(step, at, len(group), len(ids), lambda: feed.position(at.epoch, at.batches))
+            self._plan.note_place(step, at, len(group), len(ids), lambda: self._feed_at(at.epoch, at.batches))
 
     def on_commit(self, step: StepInFlight, commit: Commit, loss_sum: float, count: float) -> None:
         """Count a step that was committed.
@@ -355,8 +356,16 @@ class StepAccounting:
             return self.snapshot.position if self.snapshot.step <= step else self._plan.start
         if not self._run.history or self._went_back is not None:
             return self.snapshot.position if self._went_back is None else self._went_back
-        feed, is_over = self._plan.feed, self.position.epoch > self._feed_epoch
-        return replace(self.position, feed=feed.position(self._feed_epoch, self._feed_batches, at_end=is_over))
+        is_over = self.position.epoch > self._feed_epoch
+        return replace(self.position, feed=self._feed_at(self._feed_epoch, self._feed_batches, is_over))
+
+    def note_validated(self) -> None:
+        """The validation loader was walked to its end: whoever goes on from here walks it next time as it would go on."""
+        self._walks = None if self._plan.val_feed is None else self._plan.val_feed.walks()
+
+    def _feed_at(self, epoch: int | None = None, batches: int | None = None, at_end: bool = False) -> dict[str, Any]:
+        place = self._plan.feed.position(epoch, batches, at_end)
+        return place if self._walks is None else {**place, "validation": self._walks}
 
     def keep(self, state: dict[str, Any]) -> None:
         """Take this state of the last committed step for the snapshot to go back to."""
@@ -374,14 +383,14 @@ class StepAccounting:
     def go_back(self, there: Snapshot | None = None) -> None:
         """Forget what came after the snapshot, or after one that a worker has: it will be done again."""
         snapshot = there or self.snapshot
-        snapshot.position.rewind(self._plan.feed)
+        snapshot.position.rewind(self._plan.feed, self._plan.val_feed)
         self._went_back = snapshot.position
         self._end_at(snapshot.position, snapshot.step)
 
     def go_on_here(self) -> None:
         """Forget the steps that were issued and not committed: they will be done again, from here on."""
         here = self.where()
-        here.rewind(self._plan.feed)
+        here.rewind(self._plan.feed, self._plan.val_feed)
         self._end_at(here, self._replica_set.step)
 
     def take_back(self) -> None:

@@ -120,7 +120,7 @@ class Evaluator:
         parts = self._replica.predict(batch, message.rows, self._forward, message.axes)
         if not parts:
             return Predicted(message.run_id, message.request_id, 0), ()
-        columns = [columns_of(outputs, rows, message.wanted) for outputs, rows in parts]
+        columns = [columns_of(outputs, rows, message.wanted, self._replica.torch_loss) for outputs, rows in parts]
         tree, buffers = pack(joined(columns))
         return Predicted(message.run_id, message.request_id, message.rows, tree), buffers
 

@@ -244,7 +244,7 @@ def test_a_budget_is_not_passed_and_the_run_goes_on_from_its_checkpoint(
         plan = budgeted(session, run_spec, limit, rows)
         if begin is not None:
             plan.start = Position(**checkpoint.read(begin)["position"])
-            plan.start.rewind(plan.feed)
+            plan.start.rewind(plan.feed, plan.val_feed)
         run = session.train(run_spec, plan, tmp_path, begin)
         wire, runs, steps = run.wire, runs + 1, steps + len(run.history)
         assert wire.out_bytes + wire.in_bytes <= limit

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.data.loader_feed import LoaderFeed
@@ -75,13 +75,33 @@ class Augmented(Dataset[Any]):
         return x + self.stream.random(), y
 
 
+class ByEpoch(Sampler[int]):
+    """Another order in each epoch, as DistributedSampler draws it."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(7, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("own", ["", "generator", "set_epoch"])
 @pytest.mark.parametrize("ends", [False, True], ids=["by steps", "by epochs"])
 def test_what_a_validation_draws_comes_in_its_turn_and_is_in_a_checkpoint(
-    cluster: Cluster, tmp_path: Path, ends: bool
+    cluster: Cluster, tmp_path: Path, ends: bool, own: str
 ) -> None:
     def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
         stream = np.random.default_rng(1)
-        return tuple(DataLoader(Augmented(stream, rows), batch_size=4) for rows in (40, 7))  # type: ignore[return-value]
+        words: dict[str, Any] = {"sampler": ByEpoch()} if own == "set_epoch" else {}
+        if own == "generator":
+            words = {"shuffle": True, "generator": torch.Generator().manual_seed(3)}
+        val = Augmented(np.random.default_rng(2) if own else stream, 7)
+        return DataLoader(Augmented(stream, 40), batch_size=4), DataLoader(val, batch_size=4, **words)
 
     interval, run_spec = (None if ends else 4), spec()
 

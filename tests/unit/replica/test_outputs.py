@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from guava_nb.errors import ConfigError, TrainingError
 from guava_nb.protocol.messages import Wanted
@@ -172,3 +173,34 @@ def test_classes_of_double_outputs_are_ranked_in_double(row: list[float]) -> Non
     expected = torch.softmax(outputs, dim=1).float().numpy()
     assert found["predictions"].tolist() == [1] and np.array_equal(found["probabilities"], expected)
     assert found["confidences"].dtype == np.float32 and found["confidences"][0] == expected[0, 1]
+
+
+@given(SIZES, st.integers(0, 99), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+def test_probabilities_of_a_model_that_ends_in_a_softmax_are_shown_as_they_are(
+    size: tuple[int, int], seed: int, dtype: torch.dtype
+) -> None:
+    rows, classes = size
+    probabilities = torch.softmax(outputs_of(rows, classes, seed, torch.float64), dim=1)
+    found = travelled(probabilities.to(dtype), rows, Wanted(full=True))
+    assert np.array_equal(found["probabilities"], probabilities.to(dtype).float().numpy())
+    of_logs = travelled(probabilities.log().to(dtype), rows, Wanted(full=True))
+    assert np.allclose(of_logs["probabilities"], probabilities, atol=8 * torch.finfo(dtype).eps + 1e-7)
+
+
+@given(SIZES, st.integers(0, 99))
+def test_classes_that_do_not_exclude_each_other_have_each_their_own_probability(size: tuple[int, int], seed: int) -> None:
+    rows, classes = size
+    logits = outputs_of(rows, classes, seed)
+    each = torch.sigmoid(logits).numpy()
+    for loss, outputs in (
+        (nn.BCELoss, torch.sigmoid(logits)),
+        (nn.BCEWithLogitsLoss, logits),
+        (nn.MultiLabelSoftMarginLoss, logits),
+    ):
+        wanted = Wanted(full=True)
+        found = unpacked(columns_of(outputs, rows, wanted, loss), rows, wanted)
+        assert np.array_equal(found["probabilities"], each) and np.array_equal(found["confidences"], each.max(axis=1))
+        assert np.array_equal(found["predictions"], outputs.argmax(dim=1).numpy())
+    certain = torch.tensor([[0.25, 0.75]])  # they sum to 1, and are logits all the same
+    found = unpacked(columns_of(certain, 1, wanted, nn.BCEWithLogitsLoss), 1, wanted)
+    assert np.array_equal(found["probabilities"], torch.sigmoid(certain).numpy())
