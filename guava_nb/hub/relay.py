@@ -284,7 +284,9 @@ class Relay:
             return
         there = [rank for rank in range(whole.size) if rank not in gone]
         able = sum(rank not in parent.sessions or parent.sessions[rank].session_id not in seat.ranks for rank in there)
-        reason = whole.broken or (f"{whole.who(gone)} destroyed the default group before" if able < part.missing else "")
+        reason = whole.broken or (
+            f"{whole.who(gone)} destroyed the default group before" if able < part.missing else ""
+        )
         if reason:
             self._act(seat, lambda group: group.end(f"not all ranks have opened it, and {reason}"))
 

@@ -32,7 +32,7 @@ __all__ = ["Action", "Deliver", "RelayGroup", "Reduce", "describe_call"]
 
 #: What a message that waits takes beside its payload, and a rank's entry in a list.
 _RECORD_BYTES, _ENTRY_BYTES = 500, 8
-#: Numbers of failed collectives that are kept, the newest: pieces that come for one later than so many failures after it count as waiting.
+#: Numbers of failed collectives that are kept, the newest ones: a piece for an older one counts as what waits.
 MOST_FAILED = 1024
 ONLY_CALLED = -2  # target of a piece that carries nothing but its rank's call
 EVERYONE = -1
