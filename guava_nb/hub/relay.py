@@ -248,12 +248,47 @@ class Relay:
                 self._deliver(seat, seat.group.open(message))
         if problem:
             self._refuse(event.session, message, problem)
+        elif (parent := self._parent(message.group)) is not None:
+            self._look_at_subgroup(parent, seat)
 
     def _is_kin(self, group: str, session_id: bytes) -> bool:
         """Whether a session has a rank among those whose subgroup this is: then its program is wrong, and all are told."""
         assigned = any(group.startswith(prefix) and session_id in one.ranks for prefix, one in self._assigned.items())
-        seat = self._seats.get(group.rpartition("/")[0] + _DEFAULT)
-        return assigned or (seat is not None and seat.group.name != group and session_id in seat.ranks)
+        parent = self._parent(group)
+        return assigned or (parent is not None and session_id in parent.ranks)
+
+    def _parent(self, group: str) -> _Seat | None:
+        """The default group of the program to which a subgroup belongs."""
+        prefix = group
+        while prefix := prefix.rpartition("/")[0]:
+            seat = self._seats.get(prefix + _DEFAULT)
+            if seat is not None and seat.group.name != group:
+                return seat
+        return None
+
+    def _look_at_subgroups(self, parent: _Seat) -> None:
+        """A rank of a program is lost, or has destroyed its default group: see to its subgroups."""
+        if parent.group.name.endswith(_DEFAULT):
+            for seat in self._with_prefix(parent.group.name.removesuffix(_DEFAULT) + "/"):
+                if seat is not parent:
+                    self._look_at_subgroup(parent, seat)
+
+    def _look_at_subgroup(self, parent: _Seat, seat: _Seat) -> None:
+        """Break a subgroup that a rank has yet to open, where none can: making one is a call of all ranks of the program.
+
+        Which ranks belong to it only they know. One that all have opened stands for as long as its own ranks do.
+        """
+        whole, part = parent.group, seat.group
+        gone = [rank for rank in range(whole.size) if whole.has_left(rank)]
+        if not part.missing or not gone:
+            return
+        there = [rank for rank in range(whole.size) if rank not in gone]
+        able = sum(rank not in parent.sessions or parent.sessions[rank].session_id not in seat.ranks for rank in there)
+        reason = whole.broken or (
+            f"{whole.who(gone)} destroyed the default group before" if able < part.missing else ""
+        )
+        if reason:
+            self._act(seat, lambda group: group.end(f"not all ranks have opened it, and {reason}"))
 
     def _refuse(self, session: SessionHandle, message: OpenGroup, problem: str) -> None:
         """The one who asks is told, and the group goes on."""
@@ -281,6 +316,7 @@ class Relay:
         seat, rank = self._seat_of(event, message.group)
         if seat is not None:
             self._part(seat, event.session, lambda group: group.leave(rank))
+            self._look_at_subgroups(seat)
 
     def _on_ask(self, event: MessageArrived) -> None:
         message, session = event.message, event.session
@@ -318,6 +354,7 @@ class Relay:
             rank = seat.ranks.get(session.session_id)
             if rank is not None and seat.sessions.get(rank) is session:
                 self._part(seat, session, lambda group, rank=rank: group.lose(rank, cause))  # type: ignore[misc]
+                self._look_at_subgroups(seat)
 
     def _take(
         self, session: SessionHandle, seat: _Seat, rank: int, what: Callable[[RelayGroup], list[Action]]

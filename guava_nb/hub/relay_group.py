@@ -32,6 +32,8 @@ __all__ = ["Action", "Deliver", "RelayGroup", "Reduce", "describe_call"]
 
 #: What a message that waits takes beside its payload, and a rank's entry in a list.
 _RECORD_BYTES, _ENTRY_BYTES = 500, 8
+#: Numbers of failed collectives that are kept, the newest ones: a piece for an older one counts as what waits.
+MOST_FAILED = 1024
 ONLY_CALLED = -2  # target of a piece that carries nothing but its rank's call
 EVERYONE = -1
 
@@ -122,12 +124,21 @@ class RelayGroup:
         self._waiting: dict[int, list[Deliver]] = {}  # for ranks that have not opened the group yet
         self._calls: dict[int, _Call] = {}
         self._places: dict[tuple[int, int, int], _Place] = {}
-        self._failed: set[int] = set()  # their late pieces are dropped
+        self._failed: dict[int, None] = {}  # in order of failure; their late pieces are dropped
+
+    @property
+    def missing(self) -> int:
+        """How many ranks have never opened it."""
+        return self.size - len(self.members)
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has left, or was lost."""
+        return rank in self._left
 
     @property
     def over(self) -> bool:
         """Whether every rank has opened it and left, so that it can be forgotten."""
-        return len(self.members) == self.size and self._left >= self.members.keys()
+        return not self.missing and self._left >= self.members.keys()
 
     @property
     def held_bytes(self) -> int:
@@ -228,7 +239,7 @@ class RelayGroup:
 
     def fail(self, sequence: int, reason: str) -> list[Action]:
         """A collective that every rank has called cannot be done."""
-        self._failed.add(sequence)
+        self._note_failed(sequence)
         failure = OperationFailed(self.name, sequence, f"group {self.name!r}: {reason}")
         return [Deliver(rank, failure) for rank in self._present()]
 
@@ -273,6 +284,11 @@ class RelayGroup:
             for other, called in call.specs.items():
                 self.held[other] -= _spec_bytes(called)
         return actions
+
+    def _note_failed(self, sequence: int) -> None:
+        self._failed[sequence] = None
+        if len(self._failed) > MOST_FAILED:
+            del self._failed[next(iter(self._failed))]
 
     def _drop_place(self, key: tuple[int, int, int]) -> _Place:
         place = self._places.pop(key)
@@ -322,7 +338,7 @@ class RelayGroup:
         call.failure = OperationFailed(
             self.name, sequence, f"operation {sequence} of group {self.name!r}: {reason}", timed_out, missing
         )
-        self._failed.add(sequence)
+        self._note_failed(sequence)
         for key in [key for key in self._places if key[0] == sequence]:
             self._drop_place(key)
         return [Deliver(rank, call.failure) for rank in call.specs]

@@ -23,6 +23,8 @@ REPORT, MEASURE, WHEEL = "report", "measure", "wheel"  # visits without a sessio
 SESSION_OVER, SESSION_UNKNOWN = "closed", "unknown"  # codes of refusals
 _SESSION_ID_BYTES, _IDENTITY_BYTES = 16, 32
 _MAX_REMEMBERED = 1024
+#: Open sessions of one listener: as many as a session may have workers. Each holds two sockets and their threads.
+MOST_SESSIONS = 4096
 _S = TypeVar("_S", bound=Session)
 _Value = TypeVar("_Value")
 _JOIN_AGAIN = "run the worker's cell again with the newest join code"
@@ -76,11 +78,18 @@ class Registry(Generic[_S]):
         with self._lock:
             session = self._live.get(attach.session_id)
             over = self._closed.get(attach.session_id)
+            is_full = len(self._live) >= MOST_SESSIONS
             is_replaced = self._by_identity.get(_digest(attach.identity), attach.session_id) != attach.session_id
         if session is None:
             if over is not None:
                 raise RefusedJoin("replaced" if is_replaced else SESSION_OVER, f"this session is over: {over}")
             if attach.purpose == CONTROL and attach.incarnation == 0:
+                if is_full:
+                    raise RefusedJoin(
+                        "full",
+                        f"{MOST_SESSIONS} workers and programs are connected here, and no more are taken",
+                        "end some of them, then run the cell again",
+                    )
                 return None
             raise RefusedJoin(SESSION_UNKNOWN, "this session is not known here: the listener was started anew")
         if not hmac.compare_digest(session.identity, attach.identity):

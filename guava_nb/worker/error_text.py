@@ -17,7 +17,7 @@ __all__ = [
     "DeviceLost",
     "advised_text",
     "error_text",
-    "loses_device",
+    "lost_device",
     "problem_text",
     "sendable",
     "trace_text",
@@ -65,6 +65,8 @@ def error_text(error: BaseException) -> str:
 
 def problem_text(error: BaseException) -> str:
     """Return what an error says, after its class where the sentence is not one of this package's own."""
+    if lost := lost_device(error):
+        return f"{type(error).__name__}: {lost}. {NOTE}"
     return error_text(error) if isinstance(error, GuavaError) else f"{type(error).__name__}: {error_text(error)}"
 
 
@@ -162,7 +164,9 @@ class DeviceLost(GuavaError):
     """This process cannot use its device any more; a new one can."""
 
 
-def loses_device(error: BaseException) -> bool:
-    """Return whether a process cannot use its device after this error."""
+def lost_device(error: BaseException) -> str:
+    """Return the first line of an error after which a process cannot use its device; "" of all others."""
+    if error.__cause__ is not None and (lost := lost_device(error.__cause__)):
+        return lost
     text = str(error) if isinstance(error, RuntimeError) else ""
-    return "CUDA error" in text and any(words in text for words in _STICKY)
+    return text.splitlines()[0] if "CUDA error" in text and any(words in text for words in _STICKY) else ""

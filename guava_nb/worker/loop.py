@@ -185,8 +185,8 @@ class WorkerLoop:
             while not self._may_go():
                 self._take()
                 self._turn()
-                if self._steps.lost_device:
-                    raise DeviceLost(self._steps.lost_device)
+                if lost := self._steps.lost_device or self._preparation.lost_device:
+                    raise DeviceLost(lost)
             return True
         except _End:
             return self._leave_deadline is not None

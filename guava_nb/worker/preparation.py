@@ -52,7 +52,7 @@ from guava_nb.replica.state_dict import weights_digest
 from guava_nb.spec.cells import build_module, cause_is_missing, resolve
 from guava_nb.spec.factories import Resolve
 from guava_nb.spec.own_facts import facts_of, module_of, roots_of
-from guava_nb.worker.error_text import error_text, problem_text, sendable, trace_text
+from guava_nb.worker.error_text import error_text, lost_device, problem_text, sendable, trace_text
 from guava_nb.worker.process_group import GroupSeat
 from guava_nb.worker.worker_datasets import OwnData
 
@@ -184,6 +184,7 @@ class Preparation:
         self.datasets = OwnData()
         self._first_facts: dict[str, str] = {}
         self._globals = ModuleGlobals()
+        self.lost_device = ""  # what made this process lose its device while it prepared
 
     def build(self, message: Prepare) -> PreparedRun:
         """Build what a run needs; raises what the user's code raises.
@@ -270,16 +271,21 @@ class Preparation:
 
     def failed(self, message: Prepare, error: BaseException) -> Prepared:
         """Return the answer for a run that could not be built; the orchestrator's cell shows it."""
+        self._look_at(error)
         return Prepared(
             run_id=message.run_id, ok=False, missing_module=cause_is_missing(error),
             problem=problem_text(error), traceback=trace_text(error), generation=message.generation,
         )  # fmt: skip
+
+    def _look_at(self, error: BaseException) -> None:
+        self.lost_device = self.lost_device or lost_device(error)
 
     def data_facts(self, message: AskData) -> DataFacts:
         """Build data sets that lie here and return their records, or what is wrong with them."""
         try:
             facts = self.datasets.facts(message.cells, message.data, _module_of(message.cells))
         except USER_ERRORS as error:  # the orchestrator's cell must show it
+            self._look_at(error)
             # A sentence of ours needs no traceback, the user's own code does.
             trace = "" if isinstance(error, ConfigError) else trace_text(error)
             problem, missing = error_text(error) or type(error).__name__, cause_is_missing(error)
@@ -304,6 +310,7 @@ class Preparation:
                 batches = [whole, *RowSplitter().split(whole, list(pairwise(edges)), rows[0])]
             found = compare(run.replica, run.spec, run.resolve, batches, rows, weights)
         except USER_ERRORS as error:  # the batch itself cannot be made here
+            self._look_at(error)
             found = Finding("whole failed", problem=error_text(error))
         kept = replace(
             found,
@@ -340,6 +347,7 @@ class Preparation:
                 run_id=run_id, generation=generation, ok=True, layout=replica.layout_text, digest=replica.digest
             )
         except USER_ERRORS as error:
+            self._look_at(error)
             return GroupFormed(
                 run_id=run_id, generation=generation, ok=False, problem=problem_text(error), traceback=trace_text(error),
                 broken=seat.broken_by(error),

@@ -45,7 +45,7 @@ from guava_nb.telemetry import EXCHANGE, UPDATE, WAITING, PhaseBook
 from guava_nb.telemetry.energy_reporter import EnergyReporter
 from guava_nb.worker.device_prefetch import DevicePrefetch, copier_for
 from guava_nb.worker.early_steps import EarlySteps, key_of, note_work
-from guava_nb.worker.error_text import NOTE, advised_text, loses_device, trace_text
+from guava_nb.worker.error_text import NOTE, advised_text, lost_device, trace_text
 from guava_nb.worker.pending_steps import LocalStep, PendingSteps
 from guava_nb.worker.preparation import USER_ERRORS, PreparedRun, Send
 from guava_nb.worker.process_group import GroupSeat
@@ -460,8 +460,8 @@ class StepRunner:
             notes: what may have led to it.
         """
         (doing, step), generation, run = at, self._built_in, self._run
-        if loses_device(error):
-            notes, self.lost_device = (NOTE,), str(error).splitlines()[0]
+        if lost := lost_device(error):
+            notes, self.lost_device = (NOTE,), lost
         text = ". ".join([self.lost_device or advised_text(error, None if run is None else run.spec), *notes])
         if self._seat is not None and self._seat.broken_by(error):
             kind = FailureKind.GROUP if kind is FailureKind.USER else FailureKind.TORN

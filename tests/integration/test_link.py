@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from guava_nb.errors import JoinRefused, LinkBroken, LinkClosed
+from guava_nb.link import listener
 from guava_nb.link.dialler import IDENTITY_BYTES, dial, visit
 from guava_nb.link.handshake import attach
 from guava_nb.link.listener import Listener
@@ -294,7 +295,10 @@ def test_threads_are_daemons_with_our_name() -> None:
         assert all(thread.daemon and thread.name.startswith("guava-") for thread in mine)
 
 
-def test_many_sessions_at_once() -> None:
+def test_many_sessions_at_once_and_when_they_are_over_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back = threading.Event()
+    monkeypatch.setattr(listener, "_GIVE_BACK_EVERY", 16)
+    monkeypatch.setattr(listener, "_give_back_memory", given_back.set)
     options = LinkOptions(heartbeat_s=0.2, silence_s=30, grace_s=10)
     with nothing_left_behind(), world(options, tls=False) as made:
         with ThreadPoolExecutor(8) as pool:
@@ -305,4 +309,7 @@ def test_many_sessions_at_once() -> None:
         for session in sessions:
             session.send(*numbered(0, Channel.GRADIENT, 100_000))
         made.here.wait_for(MessageArrived, 16)
-        assert made.listener.stats.accepted == 32
+        assert made.listener.stats.accepted == 32 and not given_back.is_set()
+        for session in sessions:
+            session.close("done")
+        assert given_back.wait(20)

@@ -40,9 +40,12 @@ from tests.support.links import (
 from tests.support.relay import DOWN, UP, Relay
 
 
-def test_silence_is_noticed_and_survived() -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
+def test_silence_is_noticed_and_survived_and_another_address_is_no_matter(address: str) -> None:
+    """What a machine's old address was sent gets no answer any more, as where it moved to another network."""
     with world() as made, Relay(made.listener.port) as relay:
         ours, theirs = made.dial(relay.port)
+        relay.source = address
         for link in relay.links:
             link.stall()
         for recorder in (made.here, made.there):
@@ -52,6 +55,7 @@ def test_silence_is_noticed_and_survived() -> None:
         for recorder in (made.here, made.there):
             recorder.wait_for(SessionResumed)
         exchange(made, ours, theirs, 3)
+        assert theirs.peer_address.startswith(f"{address}:")
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["fin", "rst"])

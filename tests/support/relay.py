@@ -170,6 +170,9 @@ class Relay:
         down_bytes_s: of the way down where that is another; as a home line has.
         round_trip_s: there and back; half of it each way.
         resets: cuts by `plans` reset, so that what waits in the receiver's system is lost.
+
+    Attributes:
+        source: from which coming connections to the target are made; another one is that of a machine in another network.
     """
 
     def __init__(
@@ -188,7 +191,7 @@ class Relay:
         self._ways = {way: Way(rate, round_trip_s / 2) for way, rate in rates.items()}
         self._small_buffers = rate_bytes_s is not None
         self.links: list[Link] = []
-        self.accepting = True
+        self.accepting, self.source = True, "127.0.0.1"
         self.plans: list[dict[str, int]] = []  # for coming links, in order: {UP: byte, DOWN: byte}
         self._changed = threading.Condition()
         self._sock = socket.create_server(("127.0.0.1", 0), backlog=64)
@@ -236,7 +239,7 @@ class Relay:
             try:
                 if not self.accepting:
                     raise ConnectionRefusedError
-                listener = socket.create_connection(self.target, timeout=10)
+                listener = socket.create_connection(self.target, 10, (self.source, 0))
             except OSError:
                 dialler.close()
                 continue

@@ -33,7 +33,7 @@ from guava_nb.protocol.messages import (
 )
 from guava_nb.spec.cell_checks import file_name, source_lines
 from guava_nb.spec.plain_values import pack_values, unpack_values
-from guava_nb.worker.error_text import NOTE, error_text, loses_device, trace_text
+from guava_nb.worker.error_text import NOTE, error_text, lost_device, trace_text
 from guava_nb.worker.process_group import GroupSeat
 from guava_nb.worker.user_code.packages import install
 from guava_nb.worker.user_code.program import ProgramEnded, run_program
@@ -229,7 +229,7 @@ class CellRunner:
         return self._module
 
     def _failed(self, request_id: int, error: BaseException) -> tuple[CodeRan, str]:
-        lost = str(error).splitlines()[0] if loses_device(error) else ""
+        lost = lost_device(error)
         text = f"{error_text(error)}. {NOTE}" if lost else error_text(error)
         trace = "" if isinstance(error, ConfigError | KeyboardInterrupt | ProgramEnded) else trace_text(error)
         kind = type(error).__name__

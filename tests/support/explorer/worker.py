@@ -160,6 +160,8 @@ class _Seat:
 class _Preparation:
     """Builds counting replicas where the real one builds the user's model."""
 
+    lost_device = ""
+
     def __init__(self, samples: int, buckets: int, seat: _Seat, undoes: bool, early: bool) -> None:
         self._samples, self._buckets, self._seat, self._undoes = samples, buckets, seat, undoes
         self._kind = EarlyReplica if early else CountingReplica

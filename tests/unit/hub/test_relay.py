@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from guava_nb.errors import LinkBroken
 from guava_nb.hub.relay import Relay
+from guava_nb.hub.relay_group import MOST_FAILED, RelayGroup
 from guava_nb.link.session_events import MessageArrived, SessionClosed
 from guava_nb.protocol.messages import (
     CallSpec,
@@ -222,6 +223,51 @@ def test_a_rank_that_opens_a_broken_group_learns_it() -> None:
     world.relay.break_group("g", "given up")
     world.open(1)
     assert [session.of(GroupEnded)[0].reason for session in world.sessions] == ["given up"] * 2
+
+
+def test_subgroups_that_not_all_ranks_have_opened_break_with_their_program() -> None:
+    world = World(3, opened=False)
+    for rank in range(3):
+        world.open(rank, "w/0")
+    for rank in range(2):
+        world.open(rank, "w/mesh/pair", 2)
+    world.open(0, "w/1", 2)
+    world.close(2)
+    first, second, _ = world.sessions
+    assert [one.group for one in first.of(GroupEnded)] == ["w/0", "w/1"]
+    assert "not all ranks have opened it, and rank 2 (w2) was lost: it fell silent" in first.of(GroupEnded)[1].reason
+    for group in ("w/1", "w/2"):  # they come after it
+        world.say(1, OpenGroup(group, 1, 2, "w1"))
+        assert "rank 2 (w2) was lost: it fell silent" in second.of(GroupEnded)[-1].reason
+    assert "w/mesh/pair" not in {one.group for one in first.of(GroupEnded) + second.of(GroupEnded)}
+    world.close(1)
+    assert first.of(GroupEnded)[-1].group == "w/mesh/pair"
+
+
+def test_a_subgroup_whose_missing_rank_has_destroyed_the_default_group_breaks() -> None:
+    for opened_before in (True, False):
+        world = World(2, opened=False)
+        for rank in range(2):
+            world.open(rank, "w/0")
+        acts = [lambda: world.open(0, "w/1"), lambda: world.say(1, LeaveGroup("w/0"))]  # noqa: B023 - called at once
+        for act in acts if opened_before else reversed(acts):
+            act()
+        (ended,) = world.sessions[0].of(GroupEnded)
+        assert ended.group == "w/1" and "rank 1 (w1) destroyed the default group before" in ended.reason
+    world = World(3, opened=False)
+    for rank in range(3):
+        world.open(rank, "w/0")
+    world.open(0, "w/1", 2)
+    world.say(2, LeaveGroup("w/0"))
+    world.say(1, OpenGroup("w/1", 1, 2, "w1"))  # the others may still make theirs
+    assert not any(session.of(GroupEnded) for session in world.sessions)
+
+
+def test_the_numbers_of_failed_collectives_that_are_kept_are_bounded() -> None:
+    group = RelayGroup("g", 1)
+    for sequence in range(3 * MOST_FAILED):
+        group.fail(sequence, "it cannot be made")
+    assert len(group._failed) == MOST_FAILED and 3 * MOST_FAILED - 1 in group._failed
 
 
 def test_who_left_keeps_nobody_waiting() -> None:

@@ -74,3 +74,15 @@ def test_registry_remembers_a_bounded_number() -> None:
 def test_registry_refuses_what_cannot_be_meant(bad: Attach) -> None:
     with pytest.raises(JoinRefused):
         Registry[Session]().check(bad)
+
+
+def test_no_more_sessions_are_taken_than_a_listener_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("guava_nb.link.registry.MOST_SESSIONS", 1)
+    registry: Registry[Session] = Registry()
+    known = session()
+    registry.add(known)
+    with pytest.raises(JoinRefused, match="1 workers and programs are connected here, and no more are taken"):
+        registry.find(attach(b"t" * 16, b"j" * 32))
+    assert registry.find(attach(number=1)) is known  # those that are here come back after a break
+    registry.forget(known)
+    assert registry.find(attach(b"t" * 16, b"j" * 32)) is None

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from guava_nb.errors import ConfigError
 from guava_nb.worker.error_text import (
     MAX_TEXT_CHARS,
     MAX_TRACE_CHARS,
     advised_text,
     error_text,
-    loses_device,
+    lost_device,
+    problem_text,
     sendable,
     trace_text,
 )
@@ -48,7 +50,12 @@ def test_long_texts_are_cut_where_they_tell_least() -> None:
     ],
 )
 def test_errors_that_a_context_does_not_survive(text: str) -> None:
-    assert loses_device(RuntimeError(text))
+    error = RuntimeError(text)
+    assert lost_device(error) == text.splitlines()[0]
+    assert "replaced by a new one" in problem_text(error)
+    wrapped = ConfigError("the model cannot be built")
+    wrapped.__cause__ = error
+    assert lost_device(wrapped) and "replaced by a new one" in problem_text(wrapped)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +69,7 @@ def test_errors_that_a_context_does_not_survive(text: str) -> None:
     ],
 )
 def test_errors_after_which_the_device_goes_on(error: Exception) -> None:
-    assert not loses_device(error)
+    assert not lost_device(error)
 
 
 @pytest.mark.parametrize(
