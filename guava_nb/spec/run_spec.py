@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError, SourceError
@@ -46,6 +47,8 @@ __all__ = [
 ]
 
 _GATHER = "gather_batch"
+#: Arguments of torch's losses that are tensors.
+_CLASS_WEIGHTS = ("weight", "pos_weight")
 
 
 def plain_arguments(what: str, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -127,7 +130,7 @@ def factory_for(what: str, ref: Reference, args: Mapping[str, Any] | None, share
     Args:
         what: "model", "optimizer" and so on: for errors.
         ref: a name or an object.
-        args: keyword arguments; plain values only.
+        args: keyword arguments; plain values only, and class weights of a loss of torch as they are.
         shared: module of the shared cells; None: there are none.
     """
     if isinstance(ref, str) and "(" in ref:
@@ -140,7 +143,12 @@ def factory_for(what: str, ref: Reference, args: Mapping[str, Any] | None, share
         if ref.args:
             raise ConfigError(f"{what} is a functools.partial with arguments that have no names: give them by name")
         args, ref = {**ref.keywords, **(args or {})}, ref.func
-    return Factory(factory_name(what, ref, shared), plain_arguments(what, args))
+    name = factory_name(what, ref, shared)
+    if what == "criterion" and (name.startswith("torch.nn") or hasattr(nn, name) or hasattr(nn.functional, name)):
+        # The worker makes tensors of these lists again, in the run's precision.
+        args = {key: value.tolist() if key in _CLASS_WEIGHTS and hasattr(value, "tolist") else value
+                for key, value in (args or {}).items()}  # fmt: skip
+    return Factory(name, plain_arguments(what, args))
 
 
 def optimizer_arguments(

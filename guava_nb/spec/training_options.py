@@ -107,7 +107,7 @@ class TrainingOptions:
         val_interval: optimizer steps between validations; by default after each epoch, and at the end of the run.
         detach: return at once; %guava_status shows the run, %guava_stop (run.stop()) ends it.
         criterion: loss(outputs, targets) for batches (inputs, targets): a torch criterion or a shared function.
-        criterion_args: keyword arguments of a torch criterion.
+        criterion_args: keyword arguments of a torch criterion; class weights as a list or a tensor.
         step: instead of a criterion, for batches of any form: a shared function(model, batch) that returns the loss.
         optimizer: a torch.optim class, or a shared function of the named parameters.
         optimizer_args: keyword arguments of the optimizer. What they leave out is the configuration's learning_rate and

@@ -414,7 +414,7 @@ class FirstStepCheck:
                 continue
             # The shares of the whole batch are what counts, and what begins with more samples is seen in it only.
             is_more = question.is_whole and rows == first_rows(total) and question.is_cut_finer(rows)
-            if answer is not None and fits and fine and (_is_doubtful(answer) or is_more):
+            if answer is not None and fits and fine and (_is_doubtful(answer) or answer.buffers or is_more):
                 earlier, rows, fine = (answer, looked), total, False
                 continue
             missing = answer is None or not fits
@@ -424,7 +424,9 @@ class FirstStepCheck:
                 answer is not None and earlier is not None and not _is_doubtful(answer) and _is_doubtful(earlier[0])
             )
             if earlier is not None and (missing or (by_chance and earlier[0].outcome not in _FAILED)):
-                (answer, looked), problem = earlier, ""  # what few samples gave holds
+                # What few samples gave holds; what becomes of buffers goes by the samples of each share.
+                buffers = earlier[0].buffers if answer is None or missing else answer.buffers
+                answer, looked, problem = msgspec.structs.replace(earlier[0], buffers=buffers), earlier[1], ""
             seconds = time.monotonic() - started
             return verdict_on(
                 self._members.replica_set.spec, question, self._name(rank), looked, answer, problem, seconds, unseen

@@ -34,7 +34,7 @@ class Planted(nn.Module):
         self.first, self.last = nn.Linear(10, 16), nn.Linear(16, 4)
         self.norm = nn.BatchNorm1d(16) if trait == "batch norm" else nn.LayerNorm(16)
         self.drop = nn.Dropout(0.5 if trait == "dropout" else 0.0)
-        self.register_buffer("seen", torch.zeros(16))
+        self.register_buffer("seen", torch.zeros(() if trait == "calls" else 16))
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.norm(self.first(x)))
@@ -48,6 +48,8 @@ class Planted(nn.Module):
             h = h * torch.from_numpy(np.random.rand(len(h), 1)).to(h)
         if self.trait == "counter":
             self.seen += h.detach().sum(0)
+        if self.trait == "calls":  # two a forward, as of a layer that is used twice, or computed again in backward
+            self.seen += 2
         return self.last(self.drop(h))
 
 
@@ -198,6 +200,8 @@ def test_a_wrong_denominator_is_told_from_a_coupled_loss(cluster: Cluster, step:
         ("dropout", "info_nce", "differs", ["coupled"], ["dropout"]),
         ("numpy", None, "same", [], ["NumPy's random"]),
         ("counter", None, "differs", [], []),
+        ("calls", None, "same", [], []),
+        ("calls", "dice", "differs", ["coupled"], []),
     ],
 )
 def test_what_a_difference_comes_from(

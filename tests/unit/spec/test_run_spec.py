@@ -16,6 +16,7 @@ from guava_nb.protocol.messages import Cell, Factory, Hello, ParallelSpec, Round
 from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.spec.run_spec import (
     build_spec,
+    factory_for,
     factory_name,
     optimizer_arguments,
     parallel_spec,
@@ -65,6 +66,17 @@ def test_a_partial_object_is_its_function_with_its_arguments() -> None:
     assert made.criterion is not None and made.criterion.args == {"label_smoothing": 0.1}
     with pytest.raises(ConfigError, match="have no names: give them by name"):
         build(criterion=functools.partial(torch.nn.functional.cross_entropy, 1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"), [("CrossEntropyLoss", "weight"), (torch.nn.BCEWithLogitsLoss, "pos_weight"), ("cross_entropy", "weight"),
+                       (torch.nn.functional.cross_entropy, "weight")],
+)  # fmt: skip
+def test_class_weights_of_a_loss_of_torch_may_be_a_tensor(loss: Any, name: str) -> None:
+    made = build(criterion=loss, criterion_args={name: torch.tensor([0.5, 2.0])})
+    assert made.criterion is not None and made.criterion.args == {name: [0.5, 2.0]}
+    with pytest.raises(ConfigError, match="'weight' is a Tensor"):
+        factory_for("criterion", "mine", {"weight": torch.ones(2)}, None)
 
 
 def test_exactly_one_of_criterion_and_step() -> None:

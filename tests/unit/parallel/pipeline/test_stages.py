@@ -133,6 +133,22 @@ def test_a_branch_on_values_is_kept_whole_or_refused() -> None:
         split_model(Outer(), 2, split=("inner.layers.1",))
 
 
+class Hidden(Outer):
+    """A teacher in a list, which keeps it out of the state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = [nn.Linear(4, 2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x)) + self.teacher[0](x)
+
+
+def test_a_module_that_is_no_submodule_is_refused_by_its_kind() -> None:
+    with pytest.raises(ConfigError, match="calls a Linear that is no submodule.*nn.ModuleList"):
+        split_model(Hidden(), 2)
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
