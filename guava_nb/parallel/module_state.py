@@ -36,10 +36,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        back_to(model, modes)
+        back_to(modes)
 
 
-def back_to(model: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
+def back_to(modes: Mapping[nn.Module, bool]) -> None:
     """Give every module its mode back after `model.eval()`; a `train` of a module's own may do more, so it is called too."""
     for module in modes:
         if modes[module] and type(module).train is not nn.Module.train:
