@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from guava_nb.config.state_folder import write_private
 from guava_nb.errors import ConfigError
 from guava_nb.render.values import show_bytes, show_float, show_percent, show_seconds
 from guava_nb.render.view import Table, View
@@ -58,9 +58,7 @@ def write_report(path: Path, report: Report) -> None:
     """
     text = json.dumps(report, indent=2, allow_nan=False) + "\n"
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.absolute().parent, delete=False, encoding="utf-8") as partial:
-            partial.write(text)
-        os.replace(partial.name, path)
+        write_private(path.absolute(), text.encode())
     except OSError as error:
         raise ConfigError(f"--report {path} cannot be written: {error}") from error
 

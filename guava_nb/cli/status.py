@@ -7,6 +7,7 @@ Ctrl-C, which ends nothing but this; with --web on a page. Exit status 1 when th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
 import time
@@ -87,10 +88,8 @@ def _serve(path: Path, lan: bool, port: int) -> int:
             flush=True,
         )
     print("Ctrl-C ends the page, and nothing else.", flush=True)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         page.serve()
-    except KeyboardInterrupt:
-        return 0
     return 0
 
 

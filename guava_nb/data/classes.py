@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -46,19 +46,18 @@ def imported_class(name: str) -> type:
     return _find(sys.modules.get(module_name), qualname, name)
 
 
-def class_resolver(shared: ModuleType | None, notebook_modules: Sequence[str] = NOTEBOOK_MODULES) -> Resolve:
+def class_resolver(shared: ModuleType | None) -> Resolve:
     """A `resolve` for `unpack` that finds classes of shared cells in `shared`, all others by `imported_class`.
 
     A class typed into a notebook is `__main__:Batch` there and lives in the module built from shared cells here.
 
     Args:
-        shared: where classes of `notebook_modules` are; None when there is no such module.
-        notebook_modules: module names that mean "a notebook".
+        shared: where classes of a notebook are; None when there is no such module.
     """
 
     def resolve(name: str) -> type:
         module_name, _, qualname = name.partition(":")
-        if shared is not None and module_name in notebook_modules:
+        if shared is not None and module_name in NOTEBOOK_MODULES:
             return _find(shared, qualname, name)
         return imported_class(name)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
-__all__ = ["Check", "Status", "exit_status", "release"]
+__all__ = ["Check", "Status", "exit_status", "installed", "release"]
 
 Status = Literal["ok", "-", "warning", "fail", "not tried"]
 
@@ -34,7 +35,15 @@ def exit_status(checks: Sequence[Check]) -> int:
     return int(any(check.status == "fail" for check in checks))
 
 
-def release(version: str) -> tuple[int, ...]:
+def release(text: str) -> tuple[int, ...]:
     """Return the numbers at the front of a version for comparing: "2.13.0+cpu" is (2, 13, 0)."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
+    match = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def installed(distribution: str) -> str | None:
+    """Return the version of a distribution that is installed here; None where it is not."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
-from guava_nb.doctor.check import Check
+from guava_nb.doctor.check import Check, installed
 
 __all__ = ["check_energy", "check_gpu", "check_nvml"]
 
@@ -49,7 +49,7 @@ def check_nvml() -> Check:
     expected = _module_of_owner()
     if expected is None or Path(found.origin).resolve() != expected.resolve():
         return Check("nvml", "warning", f"another package shadows {OWNER}: {found.origin}", MEND)
-    if _installed("pynvml"):
+    if installed("pynvml"):
         return Check("nvml", "warning", "the deprecated package pynvml is installed as well", MEND)
     driver = _driver()
     return Check("nvml", "ok", driver if driver is not None else "library here, no NVIDIA driver")
@@ -104,15 +104,7 @@ def _driver() -> str | None:
 
 def _module_of_owner() -> Path | None:
     """Where the maintained distribution put its module."""
-    if not _installed(OWNER):
+    if not installed(OWNER):
         return None
     files = distribution(OWNER).files or []
     return next((Path(str(file.locate())) for file in files if file.name == "pynvml.py"), None)
-
-
-def _installed(name: str) -> bool:
-    try:
-        distribution(name)
-    except PackageNotFoundError:
-        return False
-    return True

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
-from guava_nb.doctor.check import Check, release
+from guava_nb.doctor.check import Check, installed, release
 
 __all__ = ["check_ipykernel", "check_ipywidgets", "check_packages", "check_python", "check_torch"]
 
@@ -47,7 +46,7 @@ def check_python() -> Check:
 
 def check_torch() -> Check:
     """Present, and whether this version was tested."""
-    found = _version("torch")
+    found = installed("torch")
     if found is None:
         return Check("torch", "fail", "not installed", "python -m pip install torch")
     tested = any(release(found)[: len(release(known))] == release(known) for known in TESTED_TORCH)
@@ -62,7 +61,7 @@ def check_torch() -> Check:
 
 def check_ipykernel() -> Check:
     """Not one of the versions whose widgets cannot be updated from a thread."""
-    found = _version("ipykernel")
+    found = installed("ipykernel")
     if found is None:
         return Check("ipykernel", "warning", "not installed: no magics", "python -m pip install ipykernel")
     if found in BROKEN_IPYKERNEL or release(found) < OLDEST_IPYKERNEL:
@@ -74,7 +73,7 @@ def check_ipykernel() -> Check:
 
 def check_ipywidgets() -> Check:
     """Present and new enough for the live panel; without it the panel is text."""
-    found = _version("ipywidgets")
+    found = installed("ipywidgets")
     wanted = f'python -m pip install "ipywidgets>={_dotted(OLDEST_IPYWIDGETS)}"'
     if found is None:
         return Check("ipywidgets", "warning", "not installed: the panel is plain text", wanted)
@@ -89,7 +88,7 @@ def check_packages() -> Check:
     if broken:
         detail = "; ".join(f"{distribution}: {problem}" for distribution, problem in broken.items())
         return Check("packages", "fail", detail, f"python -m pip install {' '.join(broken)}")
-    return Check("packages", "ok", ", ".join(f"{name} {_version(name)}" for name in PACKAGES.values()))
+    return Check("packages", "ok", ", ".join(f"{name} {installed(name)}" for name in PACKAGES.values()))
 
 
 def _import_problem(name: str) -> str:
@@ -98,13 +97,6 @@ def _import_problem(name: str) -> str:
     except Exception as error:  # an import runs foreign code; a broken binary raises more than ImportError
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

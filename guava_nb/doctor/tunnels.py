@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 
-from guava_nb.doctor.check import Check
+from guava_nb.doctor.check import Check, installed
 from guava_nb.errors import ConfigError
 
 __all__ = ["check_cloudflared", "check_ngrok", "check_ngrok_token", "check_pyngrok", "check_ssh"]
@@ -30,7 +29,7 @@ def check_ngrok_token() -> Check:
 
 def check_pyngrok() -> Check:
     """Whether the right one of two packages with nearly one name is here."""
-    ours, other = _installed("pyngrok"), _installed("ngrok")
+    ours, other = installed("pyngrok"), installed("ngrok")
     if ours is None:
         confused = f' (the package "ngrok" {other} is another one)' if other else ""
         return Check(
@@ -77,10 +76,3 @@ def _program(name: str, path: str | None, flag: str, missing: str) -> Check:
         return Check(name, "warning", f"{path} does not run: {problem}", "install it again")
     told = re.search(r"\d+(?:\.\d+)+\w*", done.stdout + done.stderr)
     return Check(name, "ok", f"{told[0] if told else 'unknown version'} at {path}")
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -116,9 +116,9 @@ class Parts:
         each = self.steps_per_epoch
         return None if each is None else sum(round(each * share) for share in self.epochs)
 
-    def one_step(self, rows: float, number: int = 0) -> Traffic:
-        """What an optimizer step on so many samples takes in pass `number`."""
-        return self.step + self.train.one_batch(number, rows / self.accumulation) * self.accumulation
+    def one_step(self, rows: float) -> Traffic:
+        """What an optimizer step on so many samples takes in the first pass."""
+        return self.step + self.train.one_batch(0, rows / self.accumulation) * self.accumulation
 
     def epoch(self, number: int) -> Traffic | None:
         """What an epoch takes, validation and snapshots included; None where nobody knows how long it is."""

@@ -183,15 +183,15 @@ def remove_secret(path: Path) -> None:
         path.unlink()
 
 
-def worker_words(python: str, join_file: str, mark: str, gpus: str = "", device: str = "", name: str = "") -> list[str]:
+def worker_words(python: str, join_file: str, mark: str, gpus: str = "", device: str = "") -> list[str]:
     """The command line of a worker: no secret is in it.
 
     Args:
         python: path of the Python there.
         mark: of the start.
-        device, name: as `guava worker --device --name`; "": not said.
+        device: as `guava worker --device`; "": not said.
         join_file: where it reads the join code; "-" is its standard input.
         gpus: "auto" takes each GPU there, or the processor where there is none.
     """
-    given = {"--join-file": join_file, "--mark": mark, "--gpus": gpus, "--device": device, "--name": name}
+    given = {"--join-file": join_file, "--mark": mark, "--gpus": gpus, "--device": device}
     return [python, "-m", "guava_nb", "worker", *(word for pair in given.items() if pair[1] for word in pair)]

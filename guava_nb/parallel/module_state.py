@@ -16,7 +16,7 @@ from guava_nb.errors import TrainingError
 from guava_nb.nested import map_leaves
 from guava_nb.random_streams import streams_kept
 
-__all__ = ["back_to", "evaluating", "late_gradient", "to_device", "unchanged", "unheard"]
+__all__ = ["back_to", "evaluating", "kept_buffers", "late_gradient", "to_device", "unchanged", "unheard"]
 
 _unheard: dict[int, int] = {}  # by thread: how many blocks it is in
 _unheard_lock = threading.Lock()
@@ -36,10 +36,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        back_to(model, modes)
+        back_to(modes)
 
 
-def back_to(model: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
+def back_to(modes: Mapping[nn.Module, bool]) -> None:
     """Give every module its mode back after `model.eval()`; a `train` of a module's own may do more, so it is called too."""
     for module in modes:
         if modes[module] and type(module).train is not nn.Module.train:
@@ -50,16 +50,23 @@ def back_to(model: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
 
 
 @contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Undo what the body does to buffers: a stand-in's rows must leave no trace in batch statistics."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+@contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Leave buffers, random state and streams of the user's own as they were, whatever runs inside."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), streams_kept(model):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in before:
-                    buffer.copy_(value)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), streams_kept(model), kept_buffers(model):
+        yield
 
 
 class _Filter:

@@ -14,9 +14,8 @@ from guava_nb.errors import TrainingError
 from guava_nb.parallel.foreign_use import PartsInUse
 from guava_nb.parallel.interface import ModelPart
 from guava_nb.parallel.loss_interface import Forward, Measured, Objective, Observer, Predicted, measured
-from guava_nb.parallel.module_state import evaluating
+from guava_nb.parallel.module_state import evaluating, kept_buffers
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows, taking_one_row
-from guava_nb.parallel.replicas.buffer_sync import kept_buffers
 from guava_nb.parallel.replicas.data_axis import DataAxis
 from guava_nb.parallel.state.full_state import StatePiece
 from guava_nb.parallel.state.gradient_norm import gradient_square

@@ -8,6 +8,7 @@ from typing import Any
 from guava_nb.render.epochs import without_empty
 from guava_nb.render.values import (
     NOT_MEASURED,
+    or_dash,
     show_bytes,
     show_float,
     show_joules,
@@ -88,15 +89,11 @@ def _worker(row: Mapping[str, Any], per_token: bool) -> tuple[str, ...]:
     return (
         row["worker"],
         row["device"],
-        _joules(row["joules"]),
-        "-" if row["watts"] is None else show_watts(row["watts"]),
-        *(_joules(each) for each in counted),
+        or_dash(row["joules"], show_joules),
+        or_dash(row["watts"], show_watts),
+        *(or_dash(each, show_joules) for each in counted),
         row["method"],
     )
-
-
-def _joules(energy_j: float | None) -> str:
-    return "-" if energy_j is None else show_joules(energy_j)
 
 
 def _phases(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -127,8 +124,8 @@ def _tasks(tasks: Sequence[Mapping[str, Any]]) -> Table:
             row["worker"],
             str(row["times"]),
             show_seconds(row["seconds"]),
-            _joules(row["joules"]),
-            _joules(None if row["joules"] is None or not row["times"] else row["joules"] / row["times"]),
+            or_dash(row["joules"], show_joules),
+            or_dash(None if row["joules"] is None or not row["times"] else row["joules"] / row["times"], show_joules),
         )
         for row in tasks
     ]
@@ -162,7 +159,7 @@ def _speed(rows: Sequence[Mapping[str, Any]]) -> Table:
         (
             row["worker"],
             show_operations(row["flops_per_s"], "s"),
-            "-" if row["share_of_peak"] is None else show_percent(row["share_of_peak"]),
+            or_dash(row["share_of_peak"], show_percent),
             "-" if row["flops_per_joule"] is None else show_operations(row["flops_per_joule"], "J"),
         )
         for row in rows

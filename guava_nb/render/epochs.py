@@ -7,14 +7,12 @@ import io
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from guava_nb.render.values import show_float, show_joules, show_seconds
+from guava_nb.render.values import DASH, or_dash, show_float, show_joules, show_seconds
 from guava_nb.render.view import Table, View
 from guava_nb.status import EpochFigures, RunStatus
 
 __all__ = ["epoch_table", "runs_csv", "runs_view", "without_empty"]
 
-#: A cell that has no figure.
-_NONE = "-"
 #: Settings that every table of runs would repeat.
 _UNTOLD = ("run_id", "mode", "precision")
 
@@ -33,11 +31,11 @@ def epoch_table(epochs: Sequence[EpochFigures]) -> Table:
     rows = [
         (
             str(epoch.epoch),
-            _number(epoch.loss),
-            *(_number(dict(epoch.val).get(name)) for name in names),
-            _number(epoch.learning_rate),
-            _NONE if epoch.took_s is None else show_seconds(epoch.took_s),
-            _NONE if epoch.joules is None else show_joules(epoch.joules),
+            or_dash(epoch.loss, show_float),
+            *(or_dash(dict(epoch.val).get(name), show_float) for name in names),
+            or_dash(epoch.learning_rate, show_float),
+            or_dash(epoch.took_s, show_seconds),
+            or_dash(epoch.joules, show_joules),
         )
         for epoch in epochs
     ]
@@ -57,15 +55,15 @@ def runs_view(runs: Sequence[RunStatus], note: str = "") -> View:
         (
             run.run_id,
             run.state,
-            _NONE if run.began_at is None else time.strftime("%d %b %H:%M", time.localtime(run.began_at)),
+            DASH if run.began_at is None else time.strftime("%d %b %H:%M", time.localtime(run.began_at)),
             f"{run.epoch} of {run.num_epochs}",
             str(run.step),
-            _number(run.loss),
-            _number(run.val[-1][1] if run.val else None),
-            *(_number(_last(run, name)) for name in scores),
+            or_dash(run.loss, show_float),
+            or_dash(run.val[-1][1] if run.val else None, show_float),
+            *(or_dash(_last(run, name), show_float) for name in scores),
             show_seconds(run.elapsed_s),
-            _NONE if run.joules is None else show_joules(run.joules),
-            *(dict(run.settings).get(name, _NONE) for name in names),
+            or_dash(run.joules, show_joules),
+            *(dict(run.settings).get(name, DASH) for name in names),
         )
         for run in runs
     ]
@@ -106,13 +104,9 @@ def runs_csv(runs: Iterable[RunStatus]) -> str:
     return out.getvalue()
 
 
-def _number(value: float | None) -> str:
-    return _NONE if value is None else show_float(value)
-
-
 def without_empty(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """The columns in which some row has something."""
     if not rows:
         return Table((), ())
-    kept = [k for k in range(len(head)) if any(row[k] != _NONE for row in rows)]
+    kept = [k for k in range(len(head)) if any(row[k] != DASH for row in rows)]
     return Table(tuple(head[k] for k in kept), tuple(tuple(row[k] for k in kept) for row in rows))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 from guava_nb.config.units import show_bytes as decimal_bytes
 from guava_nb.config.units import show_float as decimal_float
 
 __all__ = [
+    "DASH",
     "NOT_MEASURED",
-    "short_bytes",
+    "or_dash",
     "show_bytes",
     "show_bytes_pair",
     "short_rate",
@@ -24,6 +27,9 @@ __all__ = [
 ]
 
 NOT_MEASURED = "not measured"
+#: In a cell of a table, for what is not there.
+DASH = "-"
+_Value = TypeVar("_Value")
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -33,9 +39,9 @@ def show_bytes(count_bytes: int | None) -> str:
     return NOT_MEASURED if count_bytes is None else decimal_bytes(count_bytes)
 
 
-def short_bytes(count_bytes: int | None) -> str:
-    """Bytes for a table cell: a dash where `show_bytes` would need three words."""
-    return "-" if count_bytes is None else show_bytes(count_bytes)
+def or_dash(value: _Value | None, show: Callable[[_Value], str]) -> str:
+    """A value for a table cell: a dash where "not measured" would take three words."""
+    return DASH if value is None else show(value)
 
 
 def show_bytes_pair(part_bytes: float, total_bytes: float) -> str:

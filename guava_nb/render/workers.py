@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from guava_nb.render.values import (
-    short_bytes,
+    DASH,
+    or_dash,
     short_rate,
     show_bytes,
     show_bytes_pair,
@@ -28,8 +29,6 @@ __all__ = ["by_name", "device_words", "glance", "is_there", "traffic", "worker_n
 _MARKS = re.compile(r"\((R|TM|C)\)|\b(Processor|CPU|NVIDIA|GeForce|\d+-Core)\b|@ ?[\d.]+ ?GHz", re.IGNORECASE)
 #: Workers that are not here any more.
 _GONE = ("lost", "left")
-#: A cell that has no figure.
-_NONE = "-"
 
 Cell = Callable[[WorkerStatus], str]
 
@@ -94,7 +93,7 @@ def worker_notes(workers: Sequence[WorkerStatus], told: Sequence[str]) -> tuple[
 def _table(columns: Sequence[tuple[str, Cell]], workers: Sequence[WorkerStatus]) -> Table:
     """The columns in which somebody has something; rows of workers that are gone are faint."""
     cells = [(name, [cell(worker) for worker in workers]) for name, cell in columns]
-    kept = [(name, column) for name, column in cells if any(cell not in ("", _NONE) for cell in column)]
+    kept = [(name, column) for name, column in cells if any(cell not in ("", DASH) for cell in column)]
     faint = frozenset(row for row, worker in enumerate(workers) if not is_there(worker))
     rows = tuple(zip(*(column for _, column in kept), strict=True)) if workers else ()
     return Table(tuple(name for name, _ in kept), rows, faint=faint)
@@ -102,20 +101,20 @@ def _table(columns: Sequence[tuple[str, Cell]], workers: Sequence[WorkerStatus])
 
 def _live(show: Cell) -> Cell:
     """Of what is measured now: a worker that is away or gone has nothing."""
-    return lambda worker: show(worker) if is_there(worker) and worker.state != "suspect" else _NONE
+    return lambda worker: show(worker) if is_there(worker) and worker.state != "suspect" else DASH
 
 
 def _of_gpu(show: Cell) -> Cell:
-    return lambda worker: show(worker) if worker.device != "cpu" else _NONE
+    return lambda worker: show(worker) if worker.device != "cpu" else DASH
 
 
 def _of_machine(show: Cell) -> Cell:
     """The figures are of the whole machine where a worker works on its processor."""
-    return lambda worker: show(worker) if worker.device == "cpu" else _NONE
+    return lambda worker: show(worker) if worker.device == "cpu" else DASH
 
 
 def _busy(worker: WorkerStatus) -> str:
-    return _percent(worker.busy)
+    return or_dash(worker.busy, show_percent)
 
 
 def _state(worker: WorkerStatus) -> str:
@@ -124,29 +123,17 @@ def _state(worker: WorkerStatus) -> str:
 
 def _memory(worker: WorkerStatus) -> str:
     if worker.memory_used_bytes is None or worker.memory_bytes is None:
-        return _NONE
+        return DASH
     return show_bytes_pair(worker.memory_used_bytes, worker.memory_bytes)
 
 
-def _rate(bytes_s: float | None) -> str:
-    return _NONE if bytes_s is None else short_rate(bytes_s)
-
-
-def _percent(fraction: float | None) -> str:
-    return _NONE if fraction is None else show_percent(fraction)
-
-
-def _seconds(duration_s: float | None) -> str:
-    return _NONE if duration_s is None else show_seconds(duration_s)
-
-
 def _in_flight(worker: WorkerStatus) -> str:
-    return f"{worker.queued_batches} batches, {show_bytes(worker.queued_bytes)}" if worker.queued_batches else _NONE
+    return f"{worker.queued_batches} batches, {show_bytes(worker.queued_bytes)}" if worker.queued_batches else DASH
 
 
 def _who_waits(worker: WorkerStatus) -> str:
     if worker.worker_waits is None or worker.data_waits is None:
-        return _NONE
+        return DASH
     who = "GPU" if worker.device.startswith("cuda") else "worker"
     return f"{who} waits for data {show_percent(worker.worker_waits)}, data waits for {who} {show_percent(worker.data_waits)}"
 
@@ -156,43 +143,43 @@ def _device(worker: WorkerStatus) -> str:
 
 
 def _joules(worker: WorkerStatus) -> str:
-    return _NONE if worker.joules is None else show_joules(worker.joules)
+    return or_dash(worker.joules, show_joules)
 
 
 _WHO: tuple[tuple[str, Cell], ...] = (
     ("worker", lambda worker: worker.name),
     ("device", _device),
     ("state", _state),
-    ("share", lambda worker: _percent(worker.share)),
+    ("share", lambda worker: or_dash(worker.share, show_percent)),
 )
 _GLANCE: tuple[tuple[str, Cell], ...] = (
     *_WHO,
-    ("step time", _live(lambda worker: _seconds(worker.step_s))),
+    ("step time", _live(lambda worker: or_dash(worker.step_s, show_seconds))),
     ("GPU busy", _live(_of_gpu(_busy))),
     ("GPU memory", _live(_of_gpu(_memory))),
     ("CPU busy", _live(_of_machine(_busy))),
     ("RAM in use", _live(_of_machine(_memory))),
-    ("power", _live(lambda worker: _NONE if worker.power_w is None else show_watts(worker.power_w))),
+    ("power", _live(lambda worker: or_dash(worker.power_w, show_watts))),
     ("energy", _joules),
     # Before it has worked, nothing was sent that says how fast the line is.
-    ("link to", _live(lambda worker: _rate(worker.rate_out_bytes_s) if worker.samples else _NONE)),
-    ("link from", _live(lambda worker: _rate(worker.rate_in_bytes_s) if worker.samples else _NONE)),
-    ("round trip", _live(lambda worker: _seconds(worker.round_trip_s))),
-    ("waits", _live(lambda worker: _percent(worker.worker_waits))),
+    ("link to", _live(lambda worker: or_dash(worker.rate_out_bytes_s, short_rate) if worker.samples else DASH)),
+    ("link from", _live(lambda worker: or_dash(worker.rate_in_bytes_s, short_rate) if worker.samples else DASH)),
+    ("round trip", _live(lambda worker: or_dash(worker.round_trip_s, show_seconds))),
+    ("waits", _live(lambda worker: or_dash(worker.worker_waits, show_percent))),
 )
 _TRAFFIC: tuple[tuple[str, Cell], ...] = (
     ("work", lambda worker: worker.name),
     ("samples", lambda worker: str(worker.samples)),
     ("in flight", _in_flight),
-    ("out", lambda worker: short_bytes(worker.out_bytes)),
-    ("in", lambda worker: short_bytes(worker.in_bytes)),
-    ("idle in a step", lambda worker: _seconds(worker.wait_s)),
+    ("out", lambda worker: or_dash(worker.out_bytes, show_bytes)),
+    ("in", lambda worker: or_dash(worker.in_bytes, show_bytes)),
+    ("idle in a step", lambda worker: or_dash(worker.wait_s, show_seconds)),
     ("who waits", _who_waits),
 )
 _END: tuple[tuple[str, Cell], ...] = (
     *_WHO,
     ("samples", lambda worker: str(worker.samples)),
     ("energy", _joules),
-    ("out", lambda worker: short_bytes(worker.out_bytes)),
-    ("in", lambda worker: short_bytes(worker.in_bytes)),
+    ("out", lambda worker: or_dash(worker.out_bytes, show_bytes)),
+    ("in", lambda worker: or_dash(worker.in_bytes, show_bytes)),
 )

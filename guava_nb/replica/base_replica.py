@@ -335,7 +335,7 @@ class BaseReplica(ABC):
             with torch.no_grad(), seeded(self._spec.seed, self.device, restore_all=False):
                 yield
         finally:
-            back_to(self._module, modes)
+            back_to(modes)
 
     # ------------------------------------------------------------------------------------------------------------ state
 

@@ -134,7 +134,7 @@ def build_objective(spec: RunSpec, resolve: Resolve, device: torch.device) -> Ob
             "give exactly one of criterion= (a loss of outputs and targets) and step= (a function of model and batch)"
         )
     if spec.step is not None:
-        return _StepObjective(user_function("step", spec.step, resolve, 2))
+        return _StepObjective(user_function("step", spec.step, resolve))
     return _CriterionObjective(build_criterion(spec, resolve, device))
 
 
@@ -216,20 +216,19 @@ class _CriterionObjective:
 # ------------------------------------------------------------------------------------------------------ user functions
 
 
-def user_function(role: str, factory: Factory, resolve: Resolve, given: int) -> Callable[..., Any]:
-    """Return a shared or importable function, with its arguments put in.
+def user_function(role: str, factory: Factory, resolve: Resolve) -> Callable[..., Any]:
+    """Return a shared or importable function of model and batch, with its arguments put in.
 
     Args:
         role: what it is for, in the user's words.
         factory: its name and arguments.
         resolve: finds it.
-        given: positional arguments that it will be called with.
 
     Raises:
         ConfigError: nobody knows the name, or it cannot be called so.
     """
     function = find(role, factory.name, {}, "", resolve)
-    check_arguments(role, factory.name, function, given, factory.args)
+    check_arguments(role, factory.name, function, 2, factory.args)
     return functools.partial(function, **factory.args) if factory.args else function
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -55,10 +56,6 @@ class DeviceCurves:
         )
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 class _Line:
     """Points that are each made of equally many reports.
 
@@ -96,5 +93,5 @@ class _Device:
     is_gpu: bool
     workers: dict[str, None] = field(default_factory=dict)  # an ordered set
     last_s: float = -_CLOSEST_S
-    busy: _Line = field(default_factory=lambda: _Line(_mean))
+    busy: _Line = field(default_factory=lambda: _Line(statistics.fmean))
     memory: _Line = field(default_factory=lambda: _Line(max))

@@ -5,17 +5,10 @@ from __future__ import annotations
 import functools
 import platform
 import sys
-from importlib import metadata
 
-__all__ = ["guava_version", "local_versions"]
+from guava_nb.config.version import installed_version
 
-
-def guava_version() -> str:
-    """Return the installed version of guava_nb."""
-    try:
-        return metadata.version("guava-nb")
-    except metadata.PackageNotFoundError:
-        return "0+source"
+__all__ = ["local_versions"]
 
 
 @functools.lru_cache(maxsize=1)
@@ -26,7 +19,7 @@ def local_versions() -> dict[str, str]:
     from guava_nb.protocol.framing import WIRE_VERSION
 
     return {
-        "guava_nb": guava_version(),
+        "guava_nb": installed_version(),
         "protocol": str(WIRE_VERSION),
         "python": "{}.{}".format(*sys.version_info[:2]),
         "torch": str(torch.__version__).split("+")[0],

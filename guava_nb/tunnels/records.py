@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import shutil
 import socket
@@ -20,7 +19,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from guava_nb.config.state_folder import private_temporary_folder
+from guava_nb.config.state_folder import private_temporary_folder, write_private
 from guava_nb.errors import ConfigError
 
 __all__ = ["Record", "began_at", "end_orphans", "end_process", "open_record", "private_folder", "remember", "runs"]
@@ -74,13 +73,12 @@ class Record:
 
     def save(self) -> None:
         """Write the file, at once and whole."""
-        partial = self._file.with_suffix(".partial")
         try:
-            partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
-            os.replace(partial, self._file)
+            write_private(self._file, json.dumps(asdict(self)).encode())
         except OSError as problem:
             raise ConfigError(
-                f"{partial} cannot be written ({problem.strerror or problem}): make room there, or set TMPDIR to another folder"
+                f"{self._file} cannot be written ({problem.strerror or problem}): make room there, or set TMPDIR to another "
+                "folder"
             ) from problem
 
     def forget(self) -> None:

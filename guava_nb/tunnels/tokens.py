@@ -77,14 +77,14 @@ def find_token(given: str | None = None, ask: Callable[[], str] | None = None) -
     return Found(check_token(answer, "the prompt"), "the prompt")
 
 
-def token_source(given: str | None = None) -> str:
+def token_source() -> str:
     """Name where `find_token` would take a token from without asking anybody; "" where it would find none.
 
     Raises:
         ConfigError: what stands there is obviously no authtoken.
     """
     notes: list[str] = []
-    for source, look in _places(given):
+    for source, look in _places(None):
         text = look(notes)
         if text:
             check_token(text, source)

@@ -115,7 +115,7 @@ class Evaluator:
         """Return what was asked for of the outputs on a batch."""
         if message.wanted != self._wanted:
             step = message.wanted.step
-            self._forward = _call if step is None else user_function("predict_step", step, self._resolve, 2)
+            self._forward = _call if step is None else user_function("predict_step", step, self._resolve)
             self._wanted = message.wanted
         parts = self._replica.predict(batch, message.rows, self._forward, message.axes)
         if not parts:

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from guava_nb.errors import ConfigError
+from guava_nb.parallel.module_state import evaluating
 from guava_nb.parallel.pipeline.tracing import graph_of, is_plain_sequential
 
 __all__ = ["Split", "Traced", "balanced_cuts", "parameter_costs", "split_model", "time_costs", "trace_model"]
@@ -192,15 +193,10 @@ def time_costs(traced: Traced, inputs: Any, runs: int = 3) -> list[float]:
         runs: how often.
     """
     module = _runner(traced.graph, traced.objects)
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
+    with evaluating(module):
         clocks = [_Clock(module, traced.graph) for _ in range(runs + 1)]
         for clock in clocks:
             clock.run(inputs)
-    finally:
-        for part, training in modes.items():
-            part.training = training
     return [min(clock.seconds[unit.name] for clock in clocks[1:]) for unit in traced.units]
 
 

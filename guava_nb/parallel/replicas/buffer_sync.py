@@ -5,8 +5,7 @@ By the same rules as in the star exchange, see `buffer_policy`. What did not mov
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,19 +27,7 @@ from guava_nb.parallel.replicas.buffer_policy import (
     way_of,
 )
 
-__all__ = ["BufferSync", "kept_buffers"]
-
-
-@contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Undo what the body does to buffers: a stand-in's rows must leave no trace in batch statistics."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+__all__ = ["BufferSync"]
 
 
 class BufferSync:

@@ -275,7 +275,7 @@ def load_optimizer(
         for number, parameter in enumerate(group["params"], start=at):
             name = names[id(parameter)]
             values = full["state"].get(numbers[name], {})
-            state[number] = {k: _local_entry(name, v, parameter, layouts[name]) for k, v in values.items()}
+            state[number] = {k: _local_entry(v, parameter, layouts[name]) for k, v in values.items()}
         options = _options_for(member, order, full)
         count = len(group["params"])
         groups.append({**options, "params": list(range(at, at + count))})
@@ -291,7 +291,7 @@ def _options_for(member: Sequence[str], order: FullOrder, full: Mapping[str, Any
     return {key: value for key, value in full["param_groups"][0].items() if key != "params"}
 
 
-def _local_entry(name: str, value: Any, parameter: Tensor, layout: Layout) -> Any:
+def _local_entry(value: Any, parameter: Tensor, layout: Layout) -> Any:
     """Return this rank's part of one value of an optimizer's state: cut where it has the parameter's full shape, else a copy."""
     if not isinstance(value, Tensor):
         return value

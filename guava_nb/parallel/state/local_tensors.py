@@ -23,15 +23,16 @@ from guava_nb.parallel.state.full_state import (
 )
 from guava_nb.parallel.state.shard_layout import Layout, chunk_bounds
 
-__all__ = ["LocalTensors", "full_names_of", "hold", "layouts_in"]
+__all__ = ["LocalTensors", "full_names_of", "hold", "layouts_in", "tensors_of"]
 
 
 def full_names_of(model: nn.Module) -> dict[str, str]:
     """Return the names of a whole model's tensors: each is its own full name."""
-    return {name: name for name in _tensors(model)}
+    return {name: name for name in tensors_of(model)}
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name, tied ones under each of their names."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
 
@@ -125,7 +126,7 @@ def hold(
         axes: this rank's place.
         replica: as of `LocalTensors`.
     """
-    tensors = {full_names[name]: tensor for name, tensor in _tensors(module).items()}
+    tensors = {full_names[name]: tensor for name, tensor in tensors_of(module).items()}
     layouts = {full_names[name]: layout for name, layout in layouts_in(module, axes).items()}
     by_order = {key: number for number, key in enumerate(order.keys)}
     names = sorted(tensors, key=lambda name: by_order.get(name, len(by_order)))

@@ -85,7 +85,7 @@ class SplitAttention(nn.Module):
         elif not self.batch_first:
             inputs = [t.transpose(0, 1) for t in inputs]
         q, k, v = (self._split_heads(t) for t in self._project(*inputs))
-        mask = self._mask(q, k, key_padding_mask, attn_mask)
+        mask = self._mask(q, key_padding_mask, attn_mask)
         attended, weights = self._attend(q, k, v, mask, need_weights)
         output = self.out_proj(attended.transpose(1, 2).flatten(2))
         if batched and not self.batch_first:
@@ -116,11 +116,11 @@ class SplitAttention(nn.Module):
         heads = self.heads[self.ranks.rank]
         return tensor.view(*tensor.shape[:2], heads, self.head_dim).transpose(1, 2)
 
-    def _mask(self, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    def _mask(self, q: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """Join both masks into one to be added to the scores: `[B or 1, n or 1, T or 1, S]`; None where there is none.
 
         Args:
-            q, k: `[B, n, T, D]`, `[B, n, S, D]`.
+            q: `[B, n, T, D]`.
             padding: `[B, S]`, of sources that are no tokens.
             mask: `[T, S]`, or `[B N, T, S]` for all heads.
         """

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from guava_nb.parallel.state.local_tensors import tensors_of
 from guava_nb.replica.model.shared_memory import overlaps
 
 __all__ = ["first_difference"]
@@ -73,7 +74,7 @@ def _of_module(place: str, ours: nn.Module, theirs: nn.Module, pairs: _Pairs, fl
 
 
 def _of_tensors(given: nn.Module, built: nn.Module, pairs: _Pairs, any_float: bool, hidden: bool) -> Iterator[str]:
-    ours, theirs = _named(given), _named(built)
+    ours, theirs = tensors_of(given), tensors_of(built)
     persistent = given.state_dict().keys()
     first = (
         {id(tensor): name for name, tensor in reversed(ours.items())},
@@ -97,11 +98,6 @@ def _of_tensors(given: nn.Module, built: nn.Module, pairs: _Pairs, any_float: bo
     for pair in sorted(ours_shared ^ theirs_shared):
         told = ("two tensors in the same memory", "in memory of their own")
         yield _told(f"the pair {pair[0]} and {pair[1]}", *(told if pair in ours_shared else told[::-1]))
-
-
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
 
 
 _ABSENT = object()
@@ -137,7 +133,10 @@ class _Pairs:
 
     def __init__(self, given: nn.Module, built: nn.Module) -> None:
         self._places = [
-            {id(one): name for name, one in reversed([*_named(m).items(), *m.named_modules(remove_duplicate=False)])}
+            {
+                id(one): name
+                for name, one in reversed([*tensors_of(m).items(), *m.named_modules(remove_duplicate=False)])
+            }
             for m in (given, built)
         ]
         self._seen: dict[tuple[int, int], tuple[Any, Any]] = {}  # holds the objects, so that no id is used again

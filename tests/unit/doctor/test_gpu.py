@@ -80,7 +80,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     monkeypatch.setattr(gpu, "_module_of_owner", lambda: Path(world.owner) if world.owner else None)
-    monkeypatch.setattr(gpu, "_installed", lambda name: world.old if name == "pynvml" else bool(world.owner))
+    monkeypatch.setattr(gpu, "installed", lambda name: world.old if name == "pynvml" else bool(world.owner))
     monkeypatch.setattr(gpu, "_driver", lambda: None)
     return world
 

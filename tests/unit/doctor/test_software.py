@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from guava_nb.doctor import software
+from guava_nb.doctor import check, software
 
 
 def versions(monkeypatch: pytest.MonkeyPatch, **known: str) -> None:
@@ -16,7 +16,7 @@ def versions(monkeypatch: pytest.MonkeyPatch, **known: str) -> None:
             raise PackageNotFoundError(name)
         return known[name]
 
-    monkeypatch.setattr(software, "version", version)
+    monkeypatch.setattr(check, "version", version)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_two_packages_with_nearly_one_name(
             raise PackageNotFoundError(name)
         return here[name]
 
-    monkeypatch.setattr(tunnels, "version", version)
+    monkeypatch.setattr("guava_nb.doctor.check.version", version)
     check = tunnels.check_pyngrok()
     assert (check.status, check.detail) == (status, detail)
     assert bool(check.fix) == (status == "warning")
