@@ -72,9 +72,8 @@ class Frame:
     channel: Channel
     buffers: Buffers
 
-    @property
-    def nbytes(self) -> int:
-        """Its length as it is."""
+    def __len__(self) -> int:
+        """Its bytes as it is."""
         return sum(map(len, self.buffers))
 
 

@@ -187,10 +187,11 @@ class Connection:
 
     def send_claimed(self, batch: list[Buffer | Frame]) -> None:
         """Lock not held: send what `claim` gave. A failure breaks the connection, which the reader tells."""
-        sent_bytes = 0
+        sent_bytes = planned_bytes = 0
         try:
+            planned_bytes = sum(map(len, batch))
             buffers = self._squeezed(batch)
-            sent_bytes = sum(map(len, buffers))
+            sent_bytes = sum(map(len, buffers)) if buffers is not batch else planned_bytes
             self._stream.send_all(buffers)
         except GuavaError as problem:
             self.abort(problem)
@@ -201,10 +202,12 @@ class Connection:
             self.abort(LinkBroken(f"sending to {self.peer} was interrupted: {problem!r}"))
             raise
         finally:
-            self._sent(sent_bytes, sum(part.nbytes if isinstance(part, Frame) else len(part) for part in batch))
+            self._sent(sent_bytes, planned_bytes)
 
     def _squeezed(self, batch: list[Buffer | Frame]) -> list[Buffer]:
         """The batch as it goes out. Compressing takes milliseconds, so it is done here, by who holds the claim."""
+        if Frame not in map(type, batch):
+            return batch  # type: ignore[return-value]
         buffers: list[Buffer] = []
         for part in batch:
             if not isinstance(part, Frame):
@@ -375,7 +378,8 @@ class Connection:
     def _take(self, arrived: Arrived) -> None:
         message = arrived.message
         with self._lane.lock:
-            self._state = advance(self._state, self._role, received(type(message)))
+            if not arrived.sequence or self._state is not State.OPEN:  # a session's message leaves an open one open
+                self._state = advance(self._state, self._role, received(type(message)))
             self._lane.in_bytes[arrived.channel] += arrived.wire_bytes
             self._lane.in_saved[arrived.channel] += max(0, arrived.total_bytes - arrived.wire_bytes)
             self._lane.arrivals.count(arrived.wire_bytes, time.monotonic())

@@ -58,21 +58,21 @@ class _Mark:
 
 
 class Delivery:
-    """What left here and arrived there: acknowledgements of long messages, turned into a rate."""
+    """What left here and arrived there: acknowledgements of long messages, turned into a rate.
+
+    Attributes:
+        bytes_s: bytes a second that the line does at least; None until it was seen.
+    """
 
     def __init__(self) -> None:
         """Start with nothing sent."""
+        self.bytes_s: float | None = None
         self._windows = RateMeter()
         self._messages: deque[float] = deque(maxlen=_MESSAGES)
         self._sent_bytes = 0
         self._arrived_bytes = 0.0
         self._marks: dict[int, deque[_Mark]] = {}
         self._coming: list[_Mark] = []
-
-    @property
-    def bytes_s(self) -> float | None:
-        """Bytes a second that the line does at least; None until it was seen."""
-        return max((rate for rate in (self._windows.bytes_s, *self._messages) if rate is not None), default=None)
 
     @property
     def position(self) -> int:
@@ -113,3 +113,5 @@ class Delivery:
         if arrived > self._arrived_bytes:
             self._windows.count(arrived - self._arrived_bytes, now_s)
             self._arrived_bytes = arrived
+        rates = (self._windows.bytes_s, *self._messages)
+        self.bytes_s = max((rate for rate in rates if rate is not None), default=None)

@@ -226,7 +226,9 @@ class Decoder:
         return arrived
 
     def _compact(self) -> None:
-        if self._start:
+        if self._start == self._end:  # as after every message that is whole
+            self._start = self._end = 0
+        elif self._start:
             unread = bytes(self._staging[self._start : self._end])
             self._start, self._end = 0, len(unread)
             self._staging[: self._end] = unread

@@ -96,8 +96,8 @@ class OutgoingMessage:
         self.message = message
         self.channel = channel
         self.sequence = sequence
-        self._buffers = tuple(_flat(buffer) for buffer in buffers if buffer.nbytes)
-        self.payload_bytes = sum(buffer.nbytes for buffer in self._buffers)
+        self._buffers = [_flat(buffer) for buffer in buffers if buffer.nbytes]
+        self.payload_bytes = sum([buffer.nbytes for buffer in self._buffers])
         self._record = _encode(message, self.payload_bytes)
         self.total_bytes = HEADER_BYTES + len(self._record) + self.payload_bytes
         self.begun_bytes = 0
@@ -120,7 +120,7 @@ class OutgoingMessage:
         """
         kind, record = (CONTINUATION, b"") if self.begun_bytes else (self._kind, self._record)
         left = self.payload_bytes - self.begun_bytes
-        buffers = _behind(self._buffers, self.begun_bytes)
+        buffers = _behind(self._buffers, self.begun_bytes) if self.begun_bytes else self._buffers
         if left <= chunk_bytes:
             yield [self._header(kind, len(record), left) + record, *buffers]
             return
