@@ -34,6 +34,10 @@ A message says what happened, who (worker, step, address), how much against what
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from types import TracebackType
+
 __all__ = [
     "AuthenticationError",
     "CheckpointError",
@@ -62,6 +66,7 @@ __all__ = [
     "SourceError",
     "TrainingError",
     "VersionMismatch",
+    "of_the_user",
     "WorkerLost",
 ]
 
@@ -222,3 +227,28 @@ class RemoteError(GuavaError):
         if self.remote_traceback:
             lines += ["", f"Traceback on {self.worker}:", *self.remote_traceback.rstrip().splitlines()]
         return lines
+
+
+#: Where code of this package and of Python itself lies.
+_OURS, _STANDARD = f"{Path(__file__).resolve().parent}{os.sep}", str(Path(os.__file__).parent)
+
+
+def of_the_user(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the user's own code on: their callback is not found sooner between our frames.
+
+    One without a frame of theirs is a fault of ours, and stays as it is.
+    """
+    kept: list[TracebackType] = []
+    while trace is not None:
+        kept, trace = [*kept, trace], trace.tb_next
+    theirs = [k for k, one in enumerate(kept) if not _is_installed(one.tb_frame.f_code.co_filename)]
+    found: TracebackType | None = None
+    for one in reversed(kept[theirs[0] :] if theirs else kept):
+        if not theirs or not one.tb_frame.f_code.co_filename.startswith(_OURS):
+            found = TracebackType(found, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return found
+
+
+def _is_installed(file: str) -> bool:
+    """Whether code is of this package, of another one, or of Python itself."""
+    return file.startswith((_OURS, _STANDARD)) or "site-packages" in file or "dist-packages" in file

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from guava_nb.cli.result import check_report_path, result_view, write_report
 from guava_nb.config import MODES, DistributedConfig
+from guava_nb.doctor.memory import check_room_for, memory_here
 from guava_nb.errors import ConfigError
 from guava_nb.processes.launcher import expect_workers
 from guava_nb.render.text import to_text
@@ -83,6 +84,7 @@ class DemoOptions:
             raise ConfigError(f"--shares names {len(self.shares)} shares for {self.workers} workers; give one for each")
         if self.shares is not None and min(self.shares) <= 0:
             raise ConfigError(f"--shares must be greater than 0, not {min(self.shares):g}")
+        check_room_for(self.workers, "--workers", memory_here())
         if self.report is not None:
             check_report_path(self.report)
 

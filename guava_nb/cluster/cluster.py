@@ -16,7 +16,7 @@ from typing import Protocol
 
 from guava_nb.cluster.group_path import Findings
 from guava_nb.cluster.job_events import FromWorker, JobEvent, Joined, Leaving, Lost, Resumed, Suspected, Wake
-from guava_nb.cluster.notices import LineBreaks
+from guava_nb.cluster.notices import LineBreaks, Standstill
 from guava_nb.cluster.payload_bounds import PayloadBounds
 from guava_nb.cluster.program_ranks import Programs
 from guava_nb.cluster.report_checks import first_invalid_energy
@@ -63,6 +63,8 @@ log = logging.getLogger(__name__)
 
 Buffers = Sequence[memoryview]
 
+#: Seconds after which the dispatcher looks whether this process stood still, where no event came.
+_LOOK_S = 5.0
 _NOT_FOR_JOBS = (Hello, Log, Leave, Energy)
 
 
@@ -111,7 +113,7 @@ class Cluster:
         self.output = output
         self.notice = on_run_notice or on_notice
         self.tell, self._record = on_notice, record
-        self._programs, self._breaks = Programs(on_notice), LineBreaks()
+        self._programs, self._breaks, self._standstill = Programs(on_notice), LineBreaks(), Standstill()
         self.greetings: tuple[Message, ...] = ()
         self._told_invalid: set[tuple[int, str]] = set()
         self.expelled: set[int] = set()
@@ -154,7 +156,7 @@ class Cluster:
             self._events.put(event)
 
     def _dispatch(self) -> None:
-        while (event := self._events.get()) is not None:
+        while (event := self._next_event()) is not None:
             if isinstance(event, threading.Event):
                 event.set()
                 continue
@@ -164,6 +166,17 @@ class Cluster:
                 log.warning("event of a session was dropped: %s", error)
             except Exception:  # without this thread no run would learn of a lost worker: it would wait for ever
                 log.exception("event of a session was dropped")
+
+    def _next_event(self) -> Event | threading.Event | None:
+        while True:
+            self._standstill.wait()
+            try:
+                return self._events.get(timeout=_LOOK_S)
+            except queue.Empty:
+                pass
+            finally:
+                if told := self._standstill.look(_LOOK_S):
+                    self.tell(told)
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, MessageArrived):

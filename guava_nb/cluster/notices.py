@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
 from guava_nb.cluster.report_checks import shown_text
+from guava_nb.config.units import show_time
 
-__all__ = ["LineBreaks", "Notices"]
+__all__ = ["LineBreaks", "Notices", "Standstill"]
 
 #: Sentences kept; older ones are forgotten.
 KEPT = 100
@@ -20,6 +22,53 @@ KEPT = 100
 MOST_CHARS = 10_000
 #: A line that broke so many times in so many seconds is told as a line that breaks often, once in as many.
 OFTEN, OFTEN_S = 4, 120.0
+
+
+#: A wait that lasted so much longer than it was to last, in seconds, while this process computed less than this part of it.
+STOOD_S, IDLE_PART = 15.0, 0.2
+#: A clock that counts while the machine sleeps. Linux's monotonic one does not.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
+
+
+class Standstill:
+    """Finds out that this process stood still for long: a laptop that slept, a stopped process, a frozen container.
+
+    Its lines broke meanwhile, and the times of a run have a gap: without a word both look like a fault of the workers.
+    """
+
+    def __init__(self) -> None:
+        """It runs now."""
+        self._at, self._cpu_s = _now(), time.process_time()
+
+    def look(
+        self, wanted_s: float, now: float | None = None, cpu_s: float | None = None, wall: float | None = None
+    ) -> str:
+        """Return what to say after a wait that was to last `wanted_s` at most and began at the last `wait`; "" for nothing.
+
+        Args:
+            wanted_s: of the wait.
+            now: seconds on a clock that counts while the machine sleeps; None, as for the others: as it is.
+            cpu_s: that this process has computed.
+            wall: the time of day, in seconds of the epoch.
+        """
+        now, cpu_s = _now() if now is None else now, time.process_time() if cpu_s is None else cpu_s
+        waited_s, computed_s = now - self._at, cpu_s - self._cpu_s
+        if waited_s < wanted_s + STOOD_S or computed_s > IDLE_PART * waited_s:
+            return ""
+        until = time.time() if wall is None else wall
+        begin, end = (time.strftime("%H:%M:%S", time.localtime(at)) for at in (until - waited_s, until))
+        return (
+            f"the orchestrator's process stood still for {show_time(waited_s)} (from {begin} to {end}), as when a laptop sleeps; "
+            "workers whose connections broke meanwhile open them again, and work goes on where it stood"
+        )
+
+    def wait(self, now: float | None = None, cpu_s: float | None = None) -> None:
+        """A wait begins."""
+        self._at, self._cpu_s = _now() if now is None else now, time.process_time() if cpu_s is None else cpu_s
+
+
+def _now() -> float:
+    return time.monotonic() if _CLOCK is None else time.clock_gettime(_CLOCK)
 
 
 class LineBreaks:

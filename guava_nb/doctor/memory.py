@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from guava_nb.config.units import show_bytes
+from guava_nb.errors import ConfigError
 from guava_nb.processes.placement import GROUPS, OWN_GROUPS, own_groups
 
-__all__ = ["WORKER_BYTES", "Memory", "memory_here"]
+__all__ = ["WORKER_BYTES", "Memory", "check_room_for", "memory_here"]
 
 #: What one more worker on the CPU takes, with torch loaded and a small model: 240 to 275 MB measured, rounded up. Its own pages
 #: only: libraries are there once for all.
@@ -49,6 +51,19 @@ def memory_here(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> Memory:
             total = min(limit, found.total_bytes)
             found = Memory(min(found.free_bytes, max(0, limit - used)), total, is_limited=True)
     return found
+
+
+def check_room_for(count: int, option: str, memory: Memory) -> None:
+    """Refuse to start more workers on this machine than its whole memory has room for: it would stand still for all.
+
+    Raises:
+        ConfigError: naming `option`, the one that asks for them.
+    """
+    if count * WORKER_BYTES > memory.total_bytes:
+        raise ConfigError(
+            f"{option} {count}: a worker takes about {show_bytes(WORKER_BYTES)} beside its model, and this machine has "
+            f"{show_bytes(memory.total_bytes)} in all, room for {memory.total_bytes // WORKER_BYTES}: give a smaller number"
+        )
 
 
 def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:

@@ -5,10 +5,7 @@ They lie below `render` in the house, so they cannot draw themselves; naming the
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from guava_nb.render import (
@@ -24,9 +21,8 @@ from guava_nb.render import (
     worker_view,
 )
 
-__all__ = ["ObjectViews", "of_the_user"]
+__all__ = ["ObjectViews"]
 
-_OURS, _STANDARD = str(Path(__file__).resolve().parents[1]), str(Path(os.__file__).parent)
 _PREDICTIONS = ("guava_nb.evaluation.predictions", "Predictions")
 _FORECAST = ("guava_nb.forecast.forecast", "Forecast")
 
@@ -90,24 +86,3 @@ class ObjectViews:
             return None if self._is_shown(thing) else to_html(view(thing))
 
         return draw
-
-
-def of_the_user(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from the user's own code on: their callback is not found sooner between our frames.
-
-    One without a frame of theirs is a fault of ours, and stays as it is.
-    """
-    kept: list[TracebackType] = []
-    while trace is not None:
-        kept, trace = [*kept, trace], trace.tb_next
-    theirs = [k for k, one in enumerate(kept) if not _is_installed(one.tb_frame.f_code.co_filename)]
-    found: TracebackType | None = None
-    for one in reversed(kept[theirs[0] :] if theirs else kept):
-        if not theirs or not one.tb_frame.f_code.co_filename.startswith(_OURS):
-            found = TracebackType(found, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    return found
-
-
-def _is_installed(file: str) -> bool:
-    """Whether code is of this package, of another one, or of Python itself."""
-    return file.startswith((_OURS, _STANDARD)) or "site-packages" in file or "dist-packages" in file

@@ -182,7 +182,9 @@ def _of_expression(text: str, namespace: Mapping[str, Any]) -> str:
     try:
         return str(value_of(tree, namespace, "<line>"))
     except Exception as error:
-        raise UsageError(f"{{{text}}}: {type(error).__name__}: {error}") from None
+        name, colon, _ = text.partition(":")
+        hint = f'. JSON has its names in double quotes: {{"{name}": ...}}' if colon and name.isidentifier() else ""
+        raise UsageError(f"{{{text}}}: {type(error).__name__}: {error}{hint}") from None
 
 
 def _step(value: Any, step: str, whole: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
+from guava_nb.errors import of_the_user
 from guava_nb.export.blanks import to_be_filled_in
 from guava_nb.launchers import launcher_names
 from guava_nb.notebook import commands
@@ -19,7 +20,7 @@ from guava_nb.notebook.background.background import Background
 from guava_nb.notebook.completion import files, install_completion, loaders, names, remove_completion
 from guava_nb.notebook.display import choose_ui, say, show, show_png
 from guava_nb.notebook.doctor import doctor_report
-from guava_nb.notebook.formatters import ObjectViews, of_the_user
+from guava_nb.notebook.formatters import ObjectViews
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.join_code import hand_over, say_grant
 from guava_nb.notebook.line_options import Command

@@ -371,6 +371,7 @@ class NotebookSession:
         finally:
             if orchestrator is not None:
                 orchestrator.close()
+                self.runs.session_closed()
         return orchestrator is not None or had_worker
 
     # ----------------------------------------------------------------------------------------------------- private

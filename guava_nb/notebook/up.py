@@ -18,7 +18,7 @@ from IPython.core.getipython import get_ipython
 from guava_nb.config import DistributedConfig
 from guava_nb.config.state_folder import state_folder
 from guava_nb.config.units import show_bytes
-from guava_nb.doctor.memory import WORKER_BYTES, Memory, memory_here
+from guava_nb.doctor.memory import WORKER_BYTES, Memory, check_room_for, memory_here
 from guava_nb.errors import AuthenticationError, ClusterError, ConfigError, LinkBroken, LinkTimeout
 from guava_nb.link.handshake import try_way
 from guava_nb.link.options import LinkOptions
@@ -177,10 +177,15 @@ def cautions(args: argparse.Namespace, host: Host, running: int) -> list[str]:
 
     Args:
         running: workers that this notebook started and that live.
+
+    Raises:
+        ConfigError: this machine can never hold the workers that the line starts here.
     """
+    memory = memory_here()
+    check_room_for(args.local or 0, "--local", memory)
     said = [binder_rule(host)] if host is Host.BINDER and _reaches_beyond(args, running) else []
     missing = (args.local or 0) - running
-    return [text for text in (*said, memory_caution(missing, memory_here()) if missing > 0 else "") if text]
+    return [text for text in (*said, memory_caution(missing, memory) if missing > 0 else "") if text]
 
 
 def memory_caution(count: int, memory: Memory) -> str:

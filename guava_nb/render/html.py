@@ -158,7 +158,8 @@ def _wrapping(cell: str, is_name: bool) -> str:
 def lines_html(lines: Sequence[str]) -> str:
     """Output of workers, unchanged but escaped."""
     text = "\n".join(_safe(line) for line in lines)
-    style = f"margin:6px 0;padding:4px 8px;border-left:3px solid {_LINE};background:transparent;white-space:pre-wrap"
+    style = f"margin:6px 0;padding:4px 8px;border-left:3px solid {_LINE};background:transparent"
+    style += ";white-space:pre-wrap;overflow-wrap:anywhere"  # a line without blanks must not widen the page
     return f'<pre style="{style}">{text}</pre>'
 
 

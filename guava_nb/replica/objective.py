@@ -249,8 +249,9 @@ def _read_outcome(role: str, outcome: Any, rows: int) -> Loss:
             refuse_no_sum(role, loss_sum, count, rows)
             return Loss(loss_sum.reshape(()), 1.0, count.detach() if isinstance(count, Tensor) else float(count))
     shape = f" of shape {tuple(outcome.shape)}" if isinstance(outcome, Tensor) else ""
+    kind = "None" if outcome is None else f"a {type(outcome).__name__}"
     raise ConfigError(
-        f"the {role} function returned a {type(outcome).__name__}{shape}; return a scalar tensor, the mean over the "
+        f"the {role} function returned {kind}{shape}; return a scalar tensor, the mean over the "
         "batch, or (loss_sum, count) with the sum as a scalar tensor and its denominator, None for the plain sum"
     )
 

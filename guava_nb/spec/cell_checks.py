@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from types import ModuleType
 from typing import Any, TypeGuard
 
 from pyflakes import messages as flake_messages
@@ -116,6 +117,7 @@ def _undefined(cells: Sequence[Cell]) -> Iterator[tuple[str, str, str]]:
     # pyflakes takes the built-in names of this process, which may be a kernel; a del in line 0 takes them out again.
     prelude = ast.increment_lineno(ast.parse(f"del {', '.join(_KERNEL_ONLY)}"), -1).body
     checker = Checker(ast.Module(body=prelude + body, type_ignores=[]), builtins={"display"})
+    uses: dict[tuple[int, str], list[int]] = {}
     for message in sorted(checker.messages, key=lambda message: (message.lineno, message.col)):
         name = message.message_args[0] if message.message_args else ""
         if isinstance(message, flake_messages.ImportStarUsage):
@@ -125,11 +127,14 @@ def _undefined(cells: Sequence[Cell]) -> Iterator[tuple[str, str, str]]:
             continue
         index = next(index for index, end in enumerate(ends) if message.lineno <= end)
         line = message.lineno - (ends[index - 1] if index else 0)
-        yield cells[index].name, name, _undefined_sentence(name, cells, index, line)
+        uses.setdefault((index, name), []).append(line)
+    for (index, name), lines in uses.items():
+        yield cells[index].name, name, _undefined_sentence(name, cells, index, lines)
 
 
-def _undefined_sentence(name: str, cells: Sequence[Cell], index: int, line: int) -> str:
-    used = f"name {name!r} is used in cell {cells[index].name!r} (line {line})"
+def _undefined_sentence(name: str, cells: Sequence[Cell], index: int, lines: Sequence[int]) -> str:
+    several, numbers = "s" * (len(set(lines)) > 1), ", ".join(map(str, dict.fromkeys(lines)))
+    used = f"name {name!r} is used in cell {cells[index].name!r} (line{several} {numbers})"
     if name in _KERNEL_ONLY:
         return f"{used} but exists only in a notebook's kernel; leave it out of %%guava_share cells"
     later = [cell.name for cell in cells[index:] if name in _bound_names(cell.text)]
@@ -140,10 +145,24 @@ def _undefined_sentence(name: str, cells: Sequence[Cell], index: int, line: int)
             f"{used} before cell {later[0]!r} defines it; cells run in the order in which they were first shared: "
             f"put the definition into cell {cells[index].name!r} or an earlier one"
         )
+    if import_line := _import_of(name):
+        return f"{used} but no %%guava_share cell imports it; begin that cell with: {import_line}"
     return (
         f"{used} but no %%guava_share cell defines it; put its definition into a %%guava_share cell (sharing another text under "
         "the same --name replaces a cell)"
     )
+
+
+def _import_of(name: str) -> str:
+    """The line that gives a name what it stands for in this notebook or script; "" where that was not imported."""
+    here = vars(sys.modules["__main__"]).get(name)
+    if isinstance(here, ModuleType):
+        return f"import {here.__name__}" if here.__name__ == name else f"import {here.__name__} as {name}"
+    module = getattr(here, "__module__", None)
+    is_imported = (
+        isinstance(module, str) and module != "__main__" and getattr(sys.modules.get(module), name, None) is here
+    )
+    return f"from {module} import {name}" if is_imported else ""
 
 
 def _bound_names(text: str) -> set[str]:

@@ -79,10 +79,16 @@ def check_arguments(role: str, name: str, function: Callable[..., Any], given: i
             for p in list(signature.parameters.values())[given:]
             if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
+        by_place = [
+            p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        is_open = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
         unknown = [key for key in args if key not in accepted]
         takes = ", ".join(accepted) or "no named arguments"
         if unknown:
             text = f"{role} {name} does not take {unknown[0]!r}{near(unknown[0], accepted)}; it takes: {takes}"
+        elif len(by_place) < given and not is_open:
+            text = f"{role} {name} is called with {given} arguments and takes {len(by_place)}: {', '.join(by_place) or 'none'}"
         else:
             text = f"{role} {name}: {error}; it takes: {takes}"
         raise ConfigError(text) from None

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from guava_nb.cluster.group_path import Route
 from guava_nb.config.units import show_bytes, show_float
-from guava_nb.errors import ClusterError
+from guava_nb.errors import ClusterError, of_the_user
 from guava_nb.status import RunStatus, WireBytes
 from guava_nb.telemetry.energy_record import EnergyRecord, energy_record
 from guava_nb.telemetry.run_energy import RunEnergy
@@ -134,6 +135,7 @@ class Run:
         self._message = ""
         self._waits_until: float | None = None
         self._error: BaseException | None = None
+        self._trace: TracebackType | None = None  # of the error, without what every raise of it adds
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._started, self._began_at = time.monotonic(), time.time()
@@ -211,7 +213,8 @@ class Run:
         self._refuse_own_thread()
         self._ended.wait()
         if self._error is not None:
-            raise self._error
+            __tracebackhide__ = True  # IPython leaves this frame out
+            raise self._error.with_traceback(self._trace)
         return self
 
     def _on_own_thread(self) -> bool:
@@ -450,6 +453,7 @@ class Run:
         """
         frozen = self._sources.frozen()
         with self._lock:
+            self._trace = None if error is None else of_the_user(error.__traceback__)
             self._state, self._error, self._message = state, error, message or (str(error) if error else "")
             if self.history:  # the next epoch may have begun, and nothing of it counts
                 self._epoch = self.history[-1]["epoch"]
@@ -462,22 +466,10 @@ class Run:
 
 
 #: Of a run's handle: what the job calls, and no user.
-_FOR_THE_JOB = frozenset(
-    (
-        "feeding",
-        "export_by",
-        "begin",
-        "move",
-        "begin_epoch",
-        "add_step",
-        "add_validation",
-        "add_epoch",
-        "follow",
-        "since",
-        "rewind",
-        "end",
-    )
-)
+_FOR_THE_JOB = frozenset((
+    "feeding", "export_by", "begin", "move", "begin_epoch", "add_step", "add_validation", "add_epoch", "follow", "since",
+    "rewind", "end",
+))  # fmt: skip
 
 
 def _tokens(history: list[dict[str, Any]]) -> float | None:

@@ -16,6 +16,31 @@ def nan_loss(outputs, targets):
 def mse(outputs, targets):
     return nn.functional.mse_loss(outputs, targets)
 
+def no_return(outputs, targets):
+    nn.functional.cross_entropy(outputs, targets)
+
+def of_one(outputs):
+    return outputs.sum()
+
+class NoModule:
+    pass
+
+class Wide(nn.Module):
+    def __init__(self, width=7):
+        super().__init__()
+        self.only = nn.Linear(64, width)
+
+    def forward(self, x):
+        return self.only(x)
+
+class Sized(Wide):
+    def __init__(self, width):
+        super().__init__(width)
+
+class NoInit(nn.Module):
+    def __init__(self):
+        self.only = nn.Linear(64, 10)
+
 class Big(nn.Module):
     def __init__(self):
         super().__init__()
@@ -34,6 +59,29 @@ real, empty = rows(torch.randn(40, 64), torch.rand(40)), rows(torch.randn(0, 64)
 class Mine(nn.Module):
     pass
 """
+#: Words behind a line that is right, or in the place of its model or loss; all are answered before a run begins.
+WORDS = [
+    ("--epochs 0", "0 is not 1 or more"), ("--epochs 1.5", "is not a whole number"), ("--lr fast", "is not a number"),
+    ("--lr nan", "not a finite number"), ("--lr -1", "Invalid learning rate"), ("--optimizer Adamm", "did you mean 'Adam'?"),
+    ("--optimizer-args {lr:0.1}", 'JSON has its names in double quotes: {"lr": ...}'), ("--epoch", "did you mean --epochs"),
+    ('--optimizer SGD --optimizer-args {"betas":[0.9,0.9]}', "SGD does not take 'betas'; it takes: lr, momentum"),
+    ("--scheduler StepLR", "missing a required argument: 'step_size'"), ("--save-every 5x", "90s, 10min or 1.5h"),
+    ("--save-best", "a value is missing behind it"), ("--patience 3", "--patience needs --val"),
+    ("--log tensorbord", "csv, tensorboard"),
+    ("--callbacks stopp", "no variable stopp"), ("--weights nothere.pt", "there are no weights in nothere.pt"),
+    ("--max-steps 0", "0 is not 1 or more"), ("--checkpoint-dir nowhere/deep", "there is no folder nowhere"),
+    ("--resume session", "contradict each other"), ('--val "train', "never closes it"),
+    ("--val trian", "did you mean train?"),
+]  # fmt: skip
+PLACES = [
+    ("Net", "Nett", "did you mean 'Net'?"), ("Net", "Net()", "give the name alone, Net"), ("Net", "NoModule", "torch.nn.Module"),
+    ("Net", "Sized", "missing a required argument: 'width'"), ("Net", "NoInit", "before Module.__init__() call"),
+    ("CrossEntropyLoss", "CrossEntropyLos", "did you mean 'CrossEntropyLoss'?"),
+    ("CrossEntropyLoss", "nn.MSELoss()", "give the name alone, nn.MSELoss"),
+    ("CrossEntropyLoss", "of_one", "is called with 2 arguments and takes 1: outputs"),
+    ("CrossEntropyLoss", "no_return", "returned None; return a scalar tensor"), ("train", "5", "come from a DataLoader"),
+    ("train", "train[0]", "not subscriptable"),
+]  # fmt: skip
 TRAIN = "%guava_train --model Net --data train --loss CrossEntropyLoss --fresh"
 
 
@@ -66,10 +114,14 @@ def test_each_mistake_is_answered_by_what_to_do(tmp_path: Path) -> None:
             ("%guava_mode tensor --tp 4\n" + TRAIN, "start 3 more with"),
             ("%guava_resume nothere.pt", f"{Path.cwd()} holds no checkpoint"),
         ]:
-            text = answer(kernel, cell, wanted)
-            assert "guava_nb/" not in text, text
-        port = kernel.run("get_ipython().magics_manager.registry['GuavaMagics'].session._orchestrator.join_code.port")
+            answer(kernel, cell, wanted)
         kernel.run("%guava_mode data")
+        for words, wanted in WORDS:
+            answer(kernel, f"{TRAIN} {words}", wanted)
+        for word, other, wanted in PLACES:
+            answer(kernel, TRAIN.replace(f" {word} ", f" {other} "), wanted)
+        _on_other_lines(kernel, tmp_path)
+        port = kernel.run("get_ipython().magics_manager.registry['GuavaMagics'].session._orchestrator.join_code.port")
         other = "from guava_nb import Orchestrator\nOrchestrator(master_port={}, session_file='off').open()"
         answer(kernel, other.format(port.strip()), "choose another, or 0 for any free one")
     finally:
@@ -78,5 +130,32 @@ def test_each_mistake_is_answered_by_what_to_do(tmp_path: Path) -> None:
 
 def answer(kernel: Kernel, cell: str, wanted: str) -> str:
     status, text = kernel.attempt(cell)
-    assert status == "error" and wanted in text, f"{cell}\n{text}"
+    assert status == "error" and wanted in text and "guava_nb/" not in text, f"{cell}\n{text}"
     return text
+
+
+def _on_other_lines(kernel: Kernel, folder: Path) -> None:
+    told = kernel.run("%%guava_share --name half\nclass Half(nn.Linear):\n    rows: DataLoader = None")
+    assert "begin that cell with: from torch.utils.data.dataloader import DataLoader" in told, told
+    kernel.run("%guava_share --forget half")
+    kernel.run(f"{TRAIN} --max-steps 1 --out run\n%guava_save {folder}/net.pt")
+    for cell, wanted in [
+        (f"%guava_resume {folder}/net.pt --model Wide", "only.weight"),
+        ("%guava_save /nonexistent/net.pt", "there is no folder /nonexistent"),
+        ("%guava_up --workers 0", "0 is not 1 or more"),
+        ("%guava_up --local 99999", "give a smaller number"),
+        ("%guava_up --loca 1", "did you mean --local?"),
+        ("%guava_mode pipelines", "did you mean"),
+        ("%guava_log nobody", "nobody"),
+        ("%guava_push nan,trian", "did you mean train?"),
+        ("%guava_predict --data train --top-k 0", "0 is not 1 or more"),
+        ("%guava_runs run-99", "run-99"),
+        ("%guava_worker guava1:abc", "the join code is cut off"),
+    ]:
+        answer(kernel, cell, wanted)
+    kernel.run(f"{TRAIN} --epochs 500 --detach")
+    answer(kernel, TRAIN, "a run is going on; %guava_status shows it")
+    answer(kernel, "%guava_validate --data train", "%guava_stop")
+    assert "stopped" in kernel.run("%guava_down")
+    assert "Nothing was open" in kernel.run("%guava_down")
+    kernel.run("%guava_up --workers 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from tests.support.kernels import Kernel
@@ -26,6 +27,25 @@ def slow_loss(outputs, targets):
 TRAIN = "%guava_train --model Net --data train --loss slow_loss --optimizer SGD --lr 0.1"
 
 
+#: Seconds instead of a quarter of a minute.
+SHORT_SLEEP = "from guava_nb.cluster import cluster, notices\ncluster._LOOK_S, notices.STOOD_S = 0.2, 1.0"
+
+
+def _a_sleep(kernel: Kernel) -> None:
+    """A laptop that sleeps stops all processes: that is told, and what ran goes on."""
+    kernel.run(f"{TRAIN} --epochs 2 --fresh --detach --out slept")
+    all_of_it = [kernel.process, *kernel.children()]
+    for process in all_of_it:
+        process.suspend()
+    threading.Event().wait(2.5)
+    for process in all_of_it:
+        process.resume()
+    kernel.run("slept.result()")
+    assert kernel.run("slept.state, slept.status().samples").strip() == "('done', 128)"
+    shown = kernel.run("%guava_status")
+    assert "the orchestrator's process stood still for" in shown and "2 ready" in shown, shown
+
+
 def error_of(kernel: Kernel, cell: str) -> str:
     status, text = kernel.attempt(cell)
     assert status == "error", text
@@ -39,10 +59,12 @@ def test_a_student_runs_code_on_two_workers(tmp_path: Path) -> None:
     try:
         kernel.run("%load_ext guava_nb")
         assert "run %guava_up first" in error_of(kernel, "%%guava_px\n1")
+        kernel.run(SHORT_SLEEP)
         kernel.run("%guava_up --local 2")
         _cells(kernel)
         _values(kernel)
         _files_and_a_run(kernel, helper)
+        _a_sleep(kernel)
         code = kernel.run("%guava_up --show-code")
         code = next(word for word in code.split() if word.startswith("guava1:"))
         assert "of this notebook's own session" in error_of(kernel, f"%guava_worker {code}")

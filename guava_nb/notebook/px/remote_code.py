@@ -94,25 +94,26 @@ class RemoteCode:
         Raises:
             UsageError: the notebook has no variable of this name.
         """
-        names = self._shell.user_ns
-        for name in args.names:
+        names, wanted = self._shell.user_ns, _names(args.names)
+        for name in wanted:
             if name not in names:
                 raise UsageError(no_variable(name, names))
-        workers = self._session().push({name: names[name] for name in args.names}, self._on(args), on_output=_say_lines)
-        return f"{_are(args.names)} on {', '.join(workers)}. A worker that joins later has to be given them too."
+        workers = self._session().push({name: names[name] for name in wanted}, self._on(args), on_output=_say_lines)
+        return f"{_are(wanted)} on {', '.join(workers)}. A worker that joins later has to be given them too."
 
     def pull(self, args: argparse.Namespace) -> tuple[str, Any]:
         """Set variables of the notebook to what workers have; returns the sentence on it and the value, a dict of several."""
-        for name in args.names:
+        wanted = _names(args.names)
+        for name in wanted:
             check_variable(name, "a name to pull")
-        found = self._session().pull(*args.names, on=self._on(args), on_output=_say_lines)
+        found = self._session().pull(*wanted, on=self._on(args), on_output=_say_lines)
         values = {
-            name: self._value(args, {worker: values[name] for worker, values in found.items()}) for name in args.names
+            name: self._value(args, {worker: values[name] for worker, values in found.items()}) for name in wanted
         }
         self._shell.user_ns.update(values)
         form = "" if self._is_one(args) else ", a dict by worker"
-        value = values if len(values) > 1 else values[args.names[0]]
-        return f"{_are(args.names)} here{form}, from {', '.join(found)}.", value
+        value = values if len(values) > 1 else values[wanted[0]]
+        return f"{_are(wanted)} here{form}, from {', '.join(found)}.", value
 
     def install(self, args: argparse.Namespace) -> str:
         """Have pip install packages there; returns sentences on it."""
@@ -171,6 +172,11 @@ def _say_lines(worker: str, lines: Sequence[str]) -> None:
 
 def _by_worker(told: Mapping[str, str]) -> str:
     return "\n".join(f"{worker}: {sentence}." for worker, sentence in told.items())
+
+
+def _names(words: Sequence[str]) -> list[str]:
+    """Names with blanks or commas between them, each once."""
+    return list(dict.fromkeys(name for word in words for name in word.split(",") if name)) or list(words)
 
 
 def _are(names: Sequence[str]) -> str:

@@ -33,10 +33,15 @@ class Runs:
         """Ask nothing yet."""
         self._session = session
         self._alone: Any = None
+        self._is_closed = False  # the session of that run
 
     def leave_alone(self, run: Any) -> None:
         """Note a run that goes on without a cell, so that its end is told by a later one; None: its end was shown."""
-        self._alone = run
+        self._alone, self._is_closed = run, False
+
+    def session_closed(self) -> None:
+        """Note that nothing can be asked of the session of that run any more."""
+        self._is_closed = True
 
     def tell_end(self) -> None:
         """Say how such a run ended, once; called after each cell."""
@@ -53,9 +58,8 @@ class Runs:
         at = "" if status.ended_at is None else f" at {time.strftime('%H:%M:%S', time.localtime(status.ended_at))}"
         loss = "" if status.loss is None else f", loss {show_float(status.loss)}"
         why = f" ({status.message})" if status.message else ""
-        say(
-            f"{status.run_id} ended{at}: {status.state}{why}, step {status.step}{loss}. %guava_status --follow shows all of it."
-        )
+        more = "" if self._is_closed else " %guava_status --follow shows all of it."
+        say(f"{status.run_id} ended{at}: {status.state}{why}, step {status.step}{loss}.{more}")
 
     def all(self) -> list[RunStatus]:
         """Return the runs, the oldest first; the one that goes on is the last."""

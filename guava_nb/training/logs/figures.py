@@ -107,13 +107,14 @@ def epoch_figures(
         before = epochs[number - 1] if number else {"step": -1, "seconds": 0.0}
         of_it = history[: bisect.bisect_right(history, record["step"], key=lambda one: one["step"])]
         told = validations[: bisect.bisect_right(validations, record["step"], key=lambda one: one["step"])]
+        rates = (one["learning_rate"] for one in reversed(of_it[-20:]))
         last = told[-1] if told and told[-1]["step"] > before["step"] else {}
         made.append(
             EpochFigures(
                 epoch=record["epoch"],
                 loss=None if math.isnan(record["loss"]) else record["loss"],
                 val=tuple((k, float(v)) for k, v in last.items() if k not in ("step", "samples") and _is_number(v)),
-                learning_rate=next((r["learning_rate"] for r in reversed(of_it[-20:]) if r["learning_rate"]), None),
+                learning_rate=next((rate for rate in rates if rate is not None), None),
                 took_s=record["seconds"] - before["seconds"],
                 joules=epoch_joules(measured, record["figure"]) if "figure" in record else None,
             )

@@ -49,7 +49,7 @@ def _read(path: Path, current: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:  # of a damaged file any
         raise CheckpointError(
             f"the weights in {path} cannot be read ({(str(error) or repr(error)).splitlines()[0]}). A file of "
-            " torch.save may hold nothing but a state dict: torch.save(model.state_dict(), path)"
+            "torch.save may hold nothing but a state dict: torch.save(model.state_dict(), path)"
         ) from error
     if isinstance(content, dict) and content.get("format") == checkpoint.FORMAT:
         complete(path, content, current)

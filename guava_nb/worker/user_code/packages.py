@@ -97,10 +97,11 @@ def _pip(*words: str) -> str:
         process.communicate()
     if status:
         missing = "No module named pip" in "\n".join(told)
+        first = next((k for k, line in enumerate(told) if line.startswith("ERROR")), 0)  # all of it was printed already
         why = (
             "this Python has no pip; install there with the tool that made its environment"
             if missing
-            else "\n".join(told)
+            else "\n".join(told[first:])
         )
         raise ConfigError(f"pip refused, and torch and all that is loaded here stay as they are: {why}")
     return told[-1] if told else ""

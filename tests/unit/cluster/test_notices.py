@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import logging
 
-from guava_nb.cluster.notices import KEPT, OFTEN, OFTEN_S, LineBreaks, Notices
+from guava_nb.cluster.notices import KEPT, OFTEN, OFTEN_S, STOOD_S, LineBreaks, Notices, Standstill
 
 ALONE = "phone: connection broke (it ended); no other worker is here: its work waits"
 
@@ -65,3 +65,15 @@ def test_a_line_that_holds_again_is_told_as_any_other() -> None:
     later = 10 * OFTEN_S
     assert breaks.broke(0, "phone", "it ended", False, later) == ALONE
     assert breaks.back(0, "phone", later + 1) == "phone: connection is back"
+
+
+def test_a_process_that_slept_is_told_and_one_that_computed_is_not() -> None:
+    process = Standstill()
+    process.wait(now=1000.0, cpu_s=7.0)
+    assert process.look(5.0, now=1005.0 + STOOD_S - 1, cpu_s=7.0) == ""  # a machine with much to do
+    assert process.look(5.0, now=1100.0, cpu_s=60.0) == ""  # one long call that held Python's lock
+    told = process.look(5.0, now=1300.0, cpu_s=7.1, wall=1_000_000_300.0)
+    assert told.startswith("the orchestrator's process stood still for 5 min (from ")
+    assert "work goes on where it stood" in told
+    process.wait(now=1300.0, cpu_s=7.1)
+    assert process.look(5.0, now=1305.0, cpu_s=7.1) == ""  # once

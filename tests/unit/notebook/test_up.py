@@ -89,6 +89,12 @@ def test_memory_is_told_before_workers_start_and_only_for_those_that_are_missing
     assert shown.ok and shown.lines[0].startswith("Memory is short") and "not for 1 more" in shown.lines[0]
 
 
+def test_more_workers_than_this_machine_can_ever_hold_are_refused_and_none_is_started(notebook: Any) -> None:
+    shown = notebook.run("%guava_up --local 99999")
+    assert "--local 99999: a worker takes about" in shown.text and "give a smaller number" in shown.text
+    assert notebook.orchestrators == []
+
+
 def test_a_worker_from_elsewhere_that_goes_meanwhile_is_not_waited_for(notebook: Any) -> None:
     """Its machine lost its power just before: its seat is noticed to be empty while the new one starts."""
     notebook.run("%guava_up --workers 1")

@@ -94,7 +94,7 @@ def test_push_pull_pip_and_files_say_where_things_are(opened: Any) -> None:
     shown = opened.run("%guava_push x")
     assert "x is on local-1, local-2. A worker that joins later has to be given them too." in shown.text
     assert opened.orchestrator.calls[-1] == ("push", ({"x": [1, 2]}, None))
-    assert "x, y are here, a dict by worker, from local-1, local-2." in opened.run("%guava_pull x y").text
+    assert "x, y are here, a dict by worker, from local-1, local-2." in opened.run("%guava_pull x,y").text
     assert opened.shell.user_ns["y"] == {"local-1": "y of local-1", "local-2": "y of local-2"}
     opened.run("%guava_pull y --rank 1")
     assert opened.shell.user_ns["y"] == "y of local-2"
