@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 
+from guava_nb.parallel.module_state import unheard
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.objective import build_objective
 from guava_nb.replica.preprocess import Preprocessing
@@ -34,8 +34,8 @@ def leaves_unused(model: nn.Module, spec: RunSpec, resolve: Resolve, look: Any) 
         True where one did in any step; False also where no step runs on stand-ins, for torch then says at the program's
         second step what to write.
     """
-    cpu, output = torch.device("cpu"), io.StringIO()
-    with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(output), contextlib.suppress(Exception):
+    cpu = torch.device("cpu")
+    with torch.random.fork_rng(devices=[]), unheard(), contextlib.suppress(Exception):
         spec = msgspec.structs.replace(spec, precision="fp32")  # as the model was built
         objective, treated = build_objective(spec, resolve, cpu), Preprocessing(spec, resolve, cpu)
         first = _first_axis(look)

@@ -256,7 +256,7 @@ class Orchestrator(Generating, SessionHost):
         model_args: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Forecast:
-        """Reckon what a run would send and receive, without starting it; nothing is changed, random state included.
+        """Compute what a run would send and receive, without starting it; nothing is changed, random state included.
 
         Some first batches are loaded to look at them; an iterator is left alone.
 
