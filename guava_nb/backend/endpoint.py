@@ -74,7 +74,7 @@ class Endpoint:
             True when it was for the endpoint; `done` has been called then.
         """
         if isinstance(message, (Piece, Parcel, Taken, OperationFailed, GroupEnded, LeaveGroup)):
-            done()  # first: once the last piece is in place, whoever waits for it wants the processor
+            done()  # first: once the last piece is in place, the thread that waits for it wants the processor
             circle = self._circles.get(message.group)
             if circle is not None:  # else of a group that was destroyed here
                 circle.post(message, payload)
@@ -189,7 +189,7 @@ class Endpoint:
             timeout_s: seconds to wait for the answer.
 
         Raises:
-            CollectiveTimeout: nobody set the keys in time, or the hub did not answer.
+            CollectiveTimeout: the keys were not set in time, or the hub did not answer.
             GroupBroken: the groups were broken meanwhile, or the session is over.
             CollectiveError: the store cannot do it.
         """
@@ -197,7 +197,7 @@ class Endpoint:
         question, request_id = _Question(), next(self._numbers)
         with self._lock:
             self._questions[request_id] = question
-        self._check_open()  # whoever closes it sees either this question or none
+        self._check_open()  # the thread that closes it sees either this question or none
         self._send(StoreAsk(request_id, op, tuple(keys), tuple(values), number), ())
         if not question.answered.wait(timeout_s):
             with self._lock:

@@ -86,7 +86,7 @@ class GroupMember:
         self._overdue: GuavaError | None = None  # failure of a collective that was over here before it failed
 
     def open(self) -> None:
-        """Open the group at the hub, which at once sends what waits there; nobody else needs to be there yet."""
+        """Open the group at the hub, which at once sends what waits there; no other member needs to be there yet."""
         self._send(OpenGroup(self.name, self.rank, self.size, self.members[self.rank]), ())
 
     def who(self, rank: int) -> str:

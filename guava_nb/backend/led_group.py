@@ -22,7 +22,7 @@ from guava_nb.errors import ConfigError
 __all__ = ["OPERATION_S", "LedGroup", "environment"]
 
 OPERATION_S = 1800.0  # torch's own, for programs that name none
-_ANY_ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # nobody listens: programs only want to read it
+_ANY_ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # programs only read it: nothing listens
 _SUBGROUP_BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 Say = Callable[[str], None]
 
@@ -42,7 +42,7 @@ def environment(rank: int, world_size: int, local_rank: int, local_size: int) ->
 
 
 class LedGroup:
-    """The default group of one rank, as its program gets it, whatever backend and address the program asks for.
+    """The default group of one rank, as its program gets it, with any backend and address that the program asks for.
 
     Args:
         rank: of this process.

@@ -2,7 +2,7 @@
 
 A contiguous CPU tensor is its own memory: nothing is copied. Everything else is staged: strided tensors in an ordinary
 buffer, CUDA tensors in pinned memory. What leaves a GPU is copied on the caller's stream and sent once that copy is
-done; what comes back is copied on a stream of its own that first waits for the caller's, and whoever waits for the work
+done; what comes back is copied on a stream of its own that first waits for the caller's, and the one who waits for the work
 makes his stream wait for that copy. All copies are made without autograd.
 """
 
@@ -167,7 +167,7 @@ class _CopyWaiter:
             try:
                 for event in events:
                     event.synchronize()
-            except RuntimeError as problem:  # an illegal access of some kernel, say: whoever waits must hear of it
+            except RuntimeError as problem:  # an illegal access of some kernel, say: the waiting call must hear of it
                 failure = problem
             send(failure)
 

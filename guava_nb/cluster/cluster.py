@@ -224,7 +224,7 @@ class Cluster:
         self.seats.note_over(session)
 
     def _on_leave(self, rank: int, reason: str) -> None:
-        """Release it, or let the job do so, which may need what only this member holds."""
+        """Release a member, or let the job do so, which may need what only this member holds."""
         with self._changed:
             mailbox = self._mailbox
             self._leaving[rank] = reason
@@ -424,7 +424,7 @@ class Cluster:
         return self.seats.of(rank)
 
     def rates(self, rank: int) -> tuple[float | None, float | None]:
-        """Bytes a second that the lines to a member and from it do, as far as messages or measuring have shown; None: not."""
+        """Bytes a second to a member and from it, where messages or a measurement have shown them, else None."""
         session, told = self.seats.of(rank), self.energy.newest(rank)
         out = None if session is None else session.rate_bytes_s[0]  # what came says how much there was to send
         asked = self.roster.members[rank].line

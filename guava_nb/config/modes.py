@@ -102,7 +102,7 @@ def _check_axes(mode: str, sizes: Mapping[str, int | None], asked_stage: int | N
 def check_combination(
     mode: str, stages: int, zero_stage: int, schedule: str, stages_per_worker: int, sync_batchnorm: bool = False
 ) -> None:
-    """Refuse settings that contradict each other, whatever the model and the workers; called again where they are used.
+    """Refuse settings that contradict each other with any model and any workers; called again where they are used.
 
     Raises:
         ConfigError: with what to choose instead.

@@ -1,7 +1,7 @@
 """Where settings come from besides arguments: the environment, `.env`, YAML.
 
 Knows the names that older programs used for the same settings. Returns raw values with their origin; texts are turned
-into the field's type only if they win, so a wrong value that is overridden hurts nobody.
+into the field's type only if they win, so a wrong value that is overridden does no harm.
 """
 
 from __future__ import annotations

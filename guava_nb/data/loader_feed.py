@@ -363,9 +363,9 @@ class LoaderFeed:
         if names := ", ".join(list(map(str, position.get("kept", ())))[:4]):
             self._tell(
                 "kept",
-                f"loading changes {names}, and a place in the data does not hold that: the batches from here on find it as it is "
-                "in this process, so they may differ from those of an undisturbed run. Reckon it from the epoch "
-                "(set_epoch of the sampler) or from the index of the sample, or train all epochs in one run",
+                f"loading changes {names}, and what is saved of the place in the data lacks that: the batches from here "
+                "on find it as it is in this process, so they may differ from those of an undisturbed run. Compute it from the "
+                "epoch (set_epoch of the sampler) or from the index of the sample, or train all epochs in one run",
             )
         self._resume = dict(position)
 

@@ -248,7 +248,7 @@ class StarPass(Pass):
             self._asked.clear()
 
     def _take(self, asked: Asked, rank: int, answer: Answer) -> None:
-        # Answers come once or, after a loss, twice with the same content: the first one counts, whoever gives it.
+        # Answers come once or, after a loss, twice with the same content, from two workers: the first one counts.
         asked.answers, asked.orders = [answer], {}
 
     def _mend(self) -> None:

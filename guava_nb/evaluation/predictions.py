@@ -1,7 +1,7 @@
 """Prediction: the outputs of all batches in the order of the data set, and the object that holds them.
 
 Order. Every row has a sample id: its index in the data set, or for streams and lists its place in them. Results stand in
-the order of these ids, whatever order a shuffling sampler drew them in; samples drawn twice stand beside each other. Where a
+the order of these ids, also where a sampler shuffled; samples drawn twice stand beside each other. Where a
 collate function dropped or added rows nothing tells rows apart: then all results stay in the loader's order, and
 `sample_ids` is -1 there.
 """

@@ -133,7 +133,12 @@ class ExportFacts:
     def of(
         cls, run_id: str, spec: RunSpec, cells: Sequence[Cell], workers: int, is_from_seed: bool, plan: TrainingPlan
     ) -> ExportFacts:
-        """Take them from a run that is about to begin."""
+        """Take them from a run that is about to begin.
+
+        Args:
+            run_id, spec, cells, workers, is_from_seed: see the attributes.
+            plan: of the run.
+        """
         beside: Mapping[str, Any] = {
             "validation": plan.val_feed,
             "callbacks": plan.callbacks,

@@ -212,6 +212,11 @@ def _refuse_tied(model: nn.Module) -> None:
 def classes_are_last(model: nn.Module, inputs: torch.Tensor, targets: Sequence[int]) -> bool:
     """Whether the model has its classes on the last of several axes, by one forward of a row of zeros.
 
+    Args:
+        model: as workers build it.
+        inputs: a row of zeros.
+        targets: shape of a batch's targets.
+
     Raises:
         ConfigError: the model does not run so.
     """

@@ -22,9 +22,11 @@ from guava_nb.export.names import TAKEN, Names
 from guava_nb.export.refusals import check_exportable, notes_of
 from guava_nb.export.source_text import call, cells_for, define, known_imports, literal
 from guava_nb.export.stage_text import StageText
+from guava_nb.export.unused import leaves_unused
 from guava_nb.protocol.messages import ParallelSpec
 from guava_nb.replica.model.build import build_model
 from guava_nb.spec.cells import build_module, resolve
+from guava_nb.spec.factories import Resolve
 
 __all__ = ["program_text"]
 
@@ -69,8 +71,13 @@ class _Program:
     @cached_property
     def model(self) -> nn.Module:
         """A model as workers build it, on the CPU."""
+        return build_model(self.spec, self.resolve)
+
+    @cached_property
+    def resolve(self) -> Resolve:
+        """Finds what the cells define, and what can be imported."""
         shared = build_module(self.facts.cells, "guava_exported") if self.facts.cells else None
-        return build_model(self.spec, lambda name: resolve(name, shared))
+        return lambda name: resolve(name, shared)
 
     @cached_property
     def layout(self) -> Layout:
@@ -236,6 +243,11 @@ class _Program:
     def is_ddp(self) -> bool:
         return self.shape.pp == 1 and self.shape.tp == 1 and self.shape.zero_stage < 2
 
+    @property
+    def has_unused(self) -> bool:
+        """Whether DistributedDataParallel is to look for parameters without a gradient."""
+        return self.is_ddp and leaves_unused(self.model, self.spec, self.resolve, self.facts.loader.record.look)
+
     # -------------------------------------------------------------------------------------------------------- the modes
 
     def mesh(self) -> dict[str, str] | None:
@@ -351,7 +363,7 @@ class _Program:
             "title": self.title(), "version": installed_version(), "run_id": facts.run_id, "world": facts.workers,
             "file": self.path.name, "data": self.data, "layout": layout, "form": self.form,
             "constants": self.constants(), "dp": shape.dp > 1, "pp": shape.pp > 1, "tp": shape.tp > 1, "mesh": mesh,
-            "ddp": self.is_ddp and shape.dp >= 1, "fsdp": fsdp, "zero1": shape.zero_stage == 1 and shape.dp > 1,
+            "ddp": self.is_ddp, "has_unused": self.has_unused, "fsdp": fsdp, "zero1": shape.zero_stage == 1 and shape.dp > 1,
             "dtensors": dtensors, "averages": self.is_ddp or fsdp,
             "sums_replicas": shape.dp > 1 and not (self.is_ddp or fsdp),
             "fsdp_arguments": (', mesh=mesh["dp"]' if mesh else "")

@@ -143,7 +143,7 @@ def notes_of(
         is_random: something draws random numbers in a step.
         keeps_buffers: replicas may come to buffers of their own.
     """
-    spec = facts.spec
+    spec, threads = facts.spec, facts.spec.threads or 1
     buffers = {"auto": "the mean", "average": "the mean", "sum": "the sum"}.get(spec.buffers, f"buffers={spec.buffers}")
     told = {
         "The run did not begin from its seed: give the weights from which it began with --weights, or a checkpoint with "
@@ -161,7 +161,7 @@ def notes_of(
         "its own, and those of the first are saved.": keeps_buffers,
         "The optimizer, which the run had at the orchestrator, is on every process here; the numbers are the "
         "same.": spec.optimizer_site == "orchestrator",
-        f"The run gave each worker {spec.threads} threads: set OMP_NUM_THREADS, which torchrun sets to 1.": spec.threads,
+        f"The run gave each worker {threads} threads: set OMP_NUM_THREADS, which torchrun sets to 1.": threads > 1,
         "Random numbers (dropout) on split layers and stages are others than in the run.": (
             is_random and (shape.tp > 1 or shape.pp > 1)
         ),

@@ -391,7 +391,7 @@ class Relay:
         return (None, -1) if rank is None else (seat, rank)
 
     def _part(self, seat: _Seat, session: SessionHandle, farewell: Callable[[RelayGroup], list[Action]]) -> None:
-        """A member goes, in whatever way; the last one takes the group with it."""
+        """A member goes, in any way; the last one takes the group with it."""
         with seat.lock:
             rank = seat.ranks.pop(session.session_id)
             seat.sessions.pop(rank, None)

@@ -79,7 +79,7 @@ class StoreTable:
         """Do what is asked.
 
         Returns:
-            Whom to answer what: nobody yet if the client has to wait, and those whose wait this has ended.
+            The answers to send, by client: none yet for one that has to wait, and those whose wait this has ended.
         """
         if ask.op == "cancel":
             self._drop(lambda waiter: waiter.client == client and waiter.ask.request_id == ask.number)

@@ -28,7 +28,7 @@ LEAVE_S, KILL_S = 10.0, 30.0
 FORWARD_S = 30.0
 #: What the user's ssh config must not turn into something else. The host's key is checked as the user has it.
 OPTIONS = {
-    "BatchMode": "yes",  # nobody can type a password here
+    "BatchMode": "yes",  # no person can type a password here
     "ExitOnForwardFailure": "yes",
     "ConnectTimeout": "15",
     "ServerAliveInterval": "5",

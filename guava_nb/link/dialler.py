@@ -58,7 +58,11 @@ class DialledSession(Session):
     def __init__(
         self, code: JoinCode, identity: bytes, options: LinkOptions, on_event: Callable[[Event], None]
     ) -> None:
-        """Start with nothing attached; see `dial`."""
+        """Start with nothing attached; see `dial`.
+
+        Args:
+            code, identity, options, on_event: as for `dial`.
+        """
         super().__init__(secrets.token_bytes(_SESSION_ID_BYTES), identity, code.address, options, on_event)
         self._code = code
         self._backoff = Backoff()

@@ -89,6 +89,12 @@ class Attachment:
 def prove(stream: Stream, proof: DiallerProof | ListenerProof, deadline: Deadline, early: bytes = b"") -> None:
     """Run one side of the mutual proof; `early` was received already.
 
+    Args:
+        stream: the connection.
+        proof: of this side's role.
+        deadline: of the whole proof.
+        early: bytes that were received already.
+
     Raises:
         AuthenticationError: the secrets differ.
         VersionMismatch: another version of the proof.
@@ -179,7 +185,12 @@ def attach(
 
 
 def try_way(code: JoinCode, options: LinkOptions, timeout_s: float) -> None:
-    """Reach a listener, prove both sides to each other, and hang up; arguments and errors as for `attach`."""
+    """Reach a listener, prove both sides to each other, and hang up; arguments and errors as for `attach`.
+
+    Args:
+        code, options: as for `attach`.
+        timeout_s: for all of it.
+    """
     deadline = Deadline(timeout_s, "answer", code.address)
     stream = _reach(code, options, deadline, lambda step: None)
     try:

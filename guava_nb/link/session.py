@@ -244,6 +244,12 @@ class Session:
     ) -> None:
         """Let a new connection carry a lane; it starts at once unless the session is still joining.
 
+        Args:
+            name: of the lane.
+            stream, decoder: the connection, and what reads its frames.
+            peer: what the other side said when it came.
+            early: messages that came with that.
+
         Raises:
             LinkClosed: the session was closed meanwhile.
             RemoteProtocolError: the peer's account of what it received cannot be true; the session is over then.

@@ -67,13 +67,25 @@ class SessionHandle(Protocol):
         """Whether the way to the peer broke."""
 
     def send(self, message: Message, channel: Channel, buffers: Sequence[memoryview] = ()) -> None:
-        """Queue a message."""
+        """Queue a message.
+
+        Args:
+            message: a record.
+            channel: its traffic class.
+            buffers: its payload; left alone until the peer has it.
+        """
 
     def close(self, reason: str = "closed") -> None:
         """End the session."""
 
     def end(self, cause: GuavaError, by_peer: bool, farewell: str = "") -> None:
-        """End the session at once; `farewell` is what the peer is told."""
+        """End the session at once; `farewell` is what the peer is told.
+
+        Args:
+            cause: what ended it.
+            by_peer: the peer did.
+            farewell: what the peer is told; "" for nothing.
+        """
 
     def patience_s(self, now: float) -> float | None:
         """Return for how many seconds more the seat is kept; None while it is not in doubt."""

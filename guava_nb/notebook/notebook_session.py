@@ -174,6 +174,8 @@ class NotebookSession:
         """Run a cell here and share it; before %guava_up it waits for the session. Returns its name.
 
         Args:
+            given_name: None takes the cell's id.
+            text: of the cell.
             with_workers: else it is for this process and a background session only.
 
         Raises:
@@ -444,7 +446,13 @@ class NotebookSession:
         return None if self.newest_run_or_none() is None else Following(self._orchestrator, self.new_codes())
 
     def follow_run(self, followed: Followed, run: Any, panel: Panel) -> Any:
-        """Watch a run until it has ended or the cell is interrupted, which leaves the run alone; returns the run."""
+        """Watch a run until it has ended or the cell is interrupted, which leaves the run alone; returns the run.
+
+        Args:
+            followed: gives its news.
+            run: its handle.
+            panel: shows it.
+        """
         follow(followed, panel, choose_ui(self._shell), may_leave=True)
         if run.done:
             self.runs.leave_alone(None)

@@ -52,7 +52,7 @@ _GOES_ON = (
 )
 _MOVED = (
     "The last session of this notebook was not closed, so it goes on here. Another program has its port, so its join code has "
-    "changed: workers on other machines come back as soon as they get the code of now (%guava_worker CODE). %guava_down ends it."
+    "changed: workers on other machines come back as soon as they get the new code (%guava_worker CODE). %guava_down ends it."
 )
 _RUN_GOES_ON = (
     "Its last run can go on where it stood, as soon as one of its workers is back: the same line of %guava_train with --resume "

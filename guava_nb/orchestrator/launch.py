@@ -51,6 +51,8 @@ def job_for(
     """Return the job of a plan, which has the run's handle; it is not started yet.
 
     Args:
+        cluster: whose workers do it.
+        replica_set, plan: of the run.
         sets: give the trained model, for the handle.
         newest: gives the newest job; now that is the one of the run before.
     """
@@ -78,7 +80,15 @@ def _exporter(replica_set: ReplicaSet, plan: TrainingPlan, workers: int) -> Call
 
 
 def record(job: TrainingJob, diary: Diary, cluster: Cluster, left: LeftState, past: PastRuns) -> None:
-    """Have a diary say that a job's run begins, and at its end what it cost and what is left; and `past` keep it."""
+    """Have a diary say that a job's run begins, and at its end what it cost and what is left; and `past` keep it.
+
+    Args:
+        job: of the run.
+        diary: of the session.
+        cluster: its workers.
+        left: what the run leaves behind.
+        past: the runs of this process.
+    """
 
     def end() -> None:
         past.add(job.run.status())
@@ -97,6 +107,11 @@ def budget_for(
 ) -> Budget:
     """Return the budget of a run that is about to begin.
 
+    Args:
+        limit: what the user allows.
+        cluster: its workers.
+        replica_set, plan, composed: of the run.
+
     Raises:
         ConfigError: not even one step and its checkpoint have room.
     """
@@ -112,6 +127,8 @@ def forecast_on(
 
     Args:
         cluster: None before the session is open.
+        planned: the run.
+        config: of the session.
         idle: no run is in progress, so that the lines are free to be measured.
         sync: as for `forecast_of`.
     """
@@ -150,7 +167,10 @@ def planned_run(
     """Return what a run of these options would be; built here only, and thrown away.
 
     Args:
+        builder, replica_sets, config: of the session.
         cluster: None before the session is open; then `num_workers` of the configuration take part.
+        options, model: as the user gave them.
+        loaders: to train and to validate with; the second may be None.
         is_real: ask workers with GPUs whether they reach each other, as a run does that begins.
     """
     workers = (0 if cluster is None else len(cluster.roster.ready())) or config.num_workers

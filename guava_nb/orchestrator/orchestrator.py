@@ -256,7 +256,7 @@ class Orchestrator(Generating, SessionHost):
         model_args: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Forecast:
-        """Reckon what a run would send and receive, without starting it; nothing is changed, random state included.
+        """Compute what a run would send and receive, without starting it; nothing is changed, random state included.
 
         Some first batches are loaded to look at them; an iterator is left alone.
 
@@ -355,7 +355,7 @@ class Orchestrator(Generating, SessionHost):
     ) -> dict[str, Any]:
         """Evaluate the current weights; returns loss, accuracy (None where it has no meaning), samples and the metrics.
 
-        Each sample counts once, whatever the number of workers and whoever is lost meanwhile.
+        Each sample counts once, with any number of workers, also when some are lost meanwhile.
 
         Args:
             loader: a DataLoader, or an iterable of batches (inputs, targets).

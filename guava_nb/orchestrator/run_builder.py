@@ -66,6 +66,7 @@ class RunBuilder:
 
         Args:
             options: settled.
+            model: its factory.
             loaders: to train and to validate with.
             workers: how many take part.
             reach: as for `parallel_spec`.

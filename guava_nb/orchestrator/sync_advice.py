@@ -124,7 +124,7 @@ class SyncAdvice:
         composed: Composed,
         cluster: Cluster,
     ) -> None:
-        """Tell what was chosen for a run that is about to begin; and, whoever chose, that one worker alone would be faster."""
+        """Tell what was chosen for a run that is about to begin; and, also of a user's choice, if one worker alone is faster."""
         warning = self._warning(replica_set, plan, composed, cluster) if choice is None else choice.warning
         if choice is not None:
             self._notices.add(choice.sentence, "run")

@@ -259,6 +259,11 @@ def _agree(plan: Plan, device: torch.device) -> None:
 def check_parallel(spec: ParallelSpec, mesh: MeshAxes, sync_batchnorm: bool = False) -> None:
     """Check what can be said without a model.
 
+    Args:
+        spec: what the run asks for.
+        mesh: the axes that there are.
+        sync_batchnorm: as in `TrainingOptions`.
+
     Raises:
         ConfigError: names, sizes or combinations that make no sense.
     """

@@ -51,7 +51,7 @@ _MAX_RECORD_BYTES = Limits().max_record_bytes
 class OutgoingMessage:
     """One message on its way out; it can be cut into frames again after a connection broke.
 
-    The buffers are referenced, never copied: whoever made them must leave them alone until the message is acknowledged.
+    The buffers are referenced, never copied: the caller must leave them alone until the message is acknowledged.
 
     Attributes:
         message: the record.

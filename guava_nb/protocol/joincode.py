@@ -222,6 +222,6 @@ def _checked(data: bytes) -> bytes:
 
 
 def _missing(count: int, length: int) -> str:
-    """How much of a code is not there, in words: nobody counts its bytes."""
+    """How much of a code is not there, in words, since a count of bytes helps no reader."""
     part = count / length
     return "most of it" if part > 0.6 else "about half of it" if part > 0.4 else "a part" if part > 0.1 else "its end"

@@ -1,4 +1,4 @@
-"""Memory for payloads, used again once nobody refers to it.
+"""Memory for payloads, used again once nothing refers to it.
 
 Knows sizes and references; knows nothing of frames. Receiving 64 MiB into fresh memory takes a third longer than into
 memory that was touched before, because the system hands it out page by page.
@@ -35,7 +35,7 @@ class PayloadMemory:
 
         Args:
             max_kept_bytes: most bytes kept for later; 0 keeps nothing.
-            lock: held while a buffer is chosen; a buffer that nobody refers to is given to one who asks.
+            lock: held while a buffer is chosen; a buffer without references is given out again.
         """
         self._lock = lock or contextlib.nullcontext()
         self._max_kept_bytes = max_kept_bytes

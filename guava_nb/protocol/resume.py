@@ -3,7 +3,7 @@
 Knows sequences, windows and acknowledgements of one set of channels; knows nothing of bytes, threads or clocks. Both
 halves of a set live as long as the session and outlive its connections. Callers bring their own lock.
 
-Credit is counted per channel: were it shared, batches that nobody reads yet would keep out the very gradients whose
+Credit is counted per channel: were it shared, batches that are not read yet would keep out the very gradients whose
 arrival makes somebody read them.
 """
 

@@ -79,7 +79,7 @@ class Objective(Protocol):
             batch: its samples.
             rows: how many.
             want_scores: also score outputs against targets.
-            observer: called with outputs, targets and rows, for whoever measures something else.
+            observer: called with outputs, targets and rows, to measure something else.
         """
 
 
@@ -225,7 +225,7 @@ def user_function(role: str, factory: Factory, resolve: Resolve) -> Callable[...
         resolve: finds it.
 
     Raises:
-        ConfigError: nobody knows the name, or it cannot be called so.
+        ConfigError: the name is not known, or it cannot be called so.
     """
     function = find(role, factory.name, {}, "", resolve)
     check_arguments(role, factory.name, function, 2, factory.args)

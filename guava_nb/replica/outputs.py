@@ -105,7 +105,7 @@ def _classes(outputs: Any, rows: int, wanted: Wanted, loss: type[nn.Module] | No
     classes = outputs.shape[1]
     if classes == 1:
         raise ConfigError(
-            f"the model returned {_form(outputs)}, one column, and of one class alone every sample is certain: {_RAW}"
+            f"the model returned {_form(outputs)}, one column: with one class all probabilities would be 1: {_RAW}"
         )
     if not 1 <= wanted.top_k <= classes:
         raise ConfigError(f"top_k is {wanted.top_k} and the model has {classes} classes; give 1 to {classes}")

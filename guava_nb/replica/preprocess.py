@@ -1,7 +1,7 @@
 """What a user's functions do to a batch on the worker: augment (training only), then preprocess; and how they count tokens.
 
 Data travels in the dtype it has; what makes floats of it, normalises or augments runs where the device is. Knows batches;
-knows nothing of models. Whoever trains calls `train` with the shard's random state in place, so a shard that is computed
+knows nothing of models. The replica calls `train` with the shard's random state in place, so a shard that is computed
 again is the same one.
 """
 
@@ -117,7 +117,7 @@ class Preprocessing:
         return self._run(self._preprocess, self._run(self._augment, self._place(batch)))
 
     def tokens(self, batch: Any) -> Any:
-        """Count the tokens of a batch as the model gets it; None when nobody asks. A tensor is left on its device.
+        """Count the tokens of a batch as the model gets it; None without such a function. A tensor is left on its device.
 
         Raises:
             ConfigError: the function returned no single number.

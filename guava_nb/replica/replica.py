@@ -165,7 +165,7 @@ class Replica(BaseReplica):
         return changed
 
     def stand_in(self, step: int) -> None:
-        """Change parameters as the others' forwards did, in a step of which this worker has no sample, by an earlier batch.
+        """Change parameters as the other workers' forwards do, by an earlier batch: this one has no sample of the step.
 
         Only where a forward was seen to change some; all else is left as it was.
         """
@@ -299,9 +299,9 @@ class Replica(BaseReplica):
             del optimizer.found_inf
 
     def confirm(self, launched: LaunchedShard) -> ShardResult:
-        """Return what the step that was applied ahead came to; what it is not applied for is taken back here as well.
+        """Return the result of the step that was applied ahead; where its figures are not finite, take back what it changed here.
 
-        Call it before the next step is applied. Shards that were run since are forgotten where it was left out.
+        Call it before the next step is applied. Shards that were run since are forgotten where the step was taken back.
 
         Raises:
             ApplyFailed: the user's schedule raised.

@@ -41,7 +41,7 @@ def find(
         resolve: finds shared and importable objects.
 
     Raises:
-        ConfigError: nobody knows the name; the message gives the nearest one.
+        ConfigError: the name is not known; the message gives the nearest one.
     """
     if name in torch_names:
         return torch_names[name]

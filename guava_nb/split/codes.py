@@ -1,4 +1,4 @@
-"""How the two sides agree on who dials: whoever has a join code does; whoever has none listens and shows its own."""
+"""How the two sides agree on who dials: the side that has a join code does; the side without one listens and shows its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ShowCode = Callable[[JoinCode, str], None]
 
 
 def show_code(code: JoinCode, call: str) -> None:
-    """Print a join code behind the call that takes it on the other side; like a password, it is for nobody else."""
+    """Print a join code behind the call that takes it on the other side; like a password, it is for that side only."""
     sys.stdout.write(f'Listening on {code.address}. On the other side: {call}join_code="{code.encode()}")\n')
     sys.stdout.flush()
 
@@ -31,7 +31,7 @@ def show_notice(sentence: str) -> None:
 
 
 def token_prompt() -> Callable[[], str] | None:
-    """A hidden prompt for an authtoken; None where nobody can be asked."""
+    """A hidden prompt for an authtoken; None where no person can be asked."""
     ipython: Any = sys.modules.get("IPython")
     kernel = getattr(ipython and ipython.get_ipython(), "kernel", None)
     at_terminal = sys.stdin is not None and sys.stdin.isatty()

@@ -228,7 +228,7 @@ class GPUTrainer:
 
 
 class ColabGPUTrainer(GPUTrainer):
-    """A `GPUTrainer` on a machine that nobody can dial: it listens behind a tunnel. Arguments as of `GPUTrainer`.
+    """A `GPUTrainer` on a machine that cannot be dialled: it listens behind a tunnel. Arguments as of `GPUTrainer`.
 
     Free Colab runtimes do not allow distributed workers and may be ended; paid plans with compute units do allow them.
     """

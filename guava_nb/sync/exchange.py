@@ -353,7 +353,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         )
 
     def _origin(self, in_flight: StepInFlight, halt: Halt) -> str:
-        """Say on which worker it came to be, or which ones it may have been."""
+        """Say on which worker a NaN or Inf began, or on which ones it may have begun."""
         return f"on {self._job.cluster.name(halt.rank)}"
 
     def _samples_of(self, in_flight: StepInFlight, shard: int) -> tuple[Sequence[int], int]:

@@ -58,7 +58,11 @@ class GroupExchange(StepExchange[Group]):
     def __init__(
         self, job: Job, replicas: Group, on_commit: OnCommit, on_applied: OnApplied, credit: SendCredit
     ) -> None:
-        """Say how what passes between stages travels, where it is rounded."""
+        """Say how what passes between stages travels, where it is rounded.
+
+        Args:
+            job, replicas, on_commit, on_applied, credit: see `StepExchange`.
+        """
         super().__init__(job, replicas, on_commit, on_applied, credit)
         if replicas.spec.wire != "fp32":
             job.cluster.notice(_BETWEEN_STAGES.format(replicas.spec.wire))
@@ -162,6 +166,9 @@ def parts_for(mesh: Mesh, stage: int, pieces: Sequence[Any], wants_whole: bool =
     """Return what a stage needs of a replica's pieces: all without stages, else inputs first, targets last.
 
     Args:
+        mesh: of the group.
+        stage: whose part it is.
+        pieces: of loader batches, one replica's.
         wants_whole: a function of the user's shall see whole batches there, so both ends get all and the stages between nothing.
 
     Raises:

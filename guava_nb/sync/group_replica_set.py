@@ -64,7 +64,11 @@ class GroupReplicaSet(ReplicaSet):
     _resolve = staticmethod(_piece)
 
     def __init__(self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica) -> None:
-        """Start with no group."""
+        """Start with no group.
+
+        Args:
+            run_id, spec, cells, master: as for `WholeReplicaSet`.
+        """
         assert spec.parallel is not None
         self._shape = shape = spec.parallel
         self._span = shape.pp * shape.tp  # workers of one replica
@@ -237,6 +241,9 @@ class GroupReplicaSet(ReplicaSet):
     def give(self, job: Job, ranks: Collection[int], state: Callable[[], Mapping[str, Any]], step: int) -> None:
         """Bring workers that have just prepared the run to a state: where their group stands and holds it, nothing is sent.
 
+        Args:
+            job, ranks, state, step: as for `WholeReplicaSet.give`.
+
         Raises:
             GroupLost: as for `load`; or a part of what they held is gone.
         """
@@ -270,6 +277,9 @@ class GroupReplicaSet(ReplicaSet):
 
     def load(self, job: Job, ranks: Iterable[int], state: Given, step: int) -> None:
         """Form a group of these workers, and of those in the present one, and bring it to a state.
+
+        Args:
+            job, ranks, state, step: as for `WholeReplicaSet.load`.
 
         Raises:
             GroupLost: a member was lost meanwhile.

@@ -25,6 +25,11 @@ class _Fetching(Job):
 def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: float | None) -> dict[str, Any]:
     """Return the state of the last committed step, from a worker when it is not here; no run may be in progress.
 
+    Args:
+        replica_set: whose state it is.
+        cluster: of its workers.
+        timeout_s: for the answer; None waits as long as they live.
+
     Raises:
         WorkerLost: the workers that hold it are gone.
         ClusterError: a run is in progress.
@@ -61,6 +66,8 @@ def fetch_of_ended_process(
     Args:
         replica_set: of the same model and the same run id; it is at that state then.
         last_step: the last one that was issued there.
+        cluster: of the workers.
+        timeout_s: for their answers; None waits as long as they live.
 
     Raises:
         WorkerLost: no worker that is here holds a state of it.

@@ -114,7 +114,13 @@ def _is_alike(one: ParameterChange | None, other: ParameterChange | None, rough:
 
 
 def unlike_change(parameter: str, step: int, one: str, other: str) -> str:
-    """Return the sentence on a change that two workers made otherwise."""
+    """Return the sentence on a change that two workers made otherwise.
+
+    Args:
+        parameter: its name.
+        step: in which it was, counted from 0.
+        one, other: names of the workers.
+    """
     return (
         f"the forward or the step itself changes {parameter}, and in step {step + 1} {one} and {other} came to other values: "
         "each sees its own samples (max_norm of an embedding goes by them), or draws its own random numbers. The step counts "
@@ -124,7 +130,13 @@ def unlike_change(parameter: str, step: int, one: str, other: str) -> str:
 
 
 def unlike_switches(name: str, step: int, frozen_at: str, trained_at: str) -> str:
-    """Return the sentence on a parameter that takes gradients on one worker and none on another."""
+    """Return the sentence on a parameter that takes gradients on one worker and none on another.
+
+    Args:
+        name: of the parameter.
+        step: in which it was, counted from 0.
+        frozen_at, trained_at: names of the workers.
+    """
     return (
         f"in step {step + 1} user code leaves parameter {name!r} without gradients on {frozen_at} (requires_grad=False) and "
         f"with them on {trained_at}. It goes by the samples that a worker has, by a count of its own forwards, or "
@@ -144,7 +156,13 @@ def trained_again(names: Sequence[str], step: int) -> str:
 
 
 def missed_change(parameter: str, step: int, who: str) -> str:
-    """Return the sentence on a change that a worker could not make."""
+    """Return the sentence on a change that a worker could not make.
+
+    Args:
+        parameter: its name.
+        step: in which it was, counted from 0.
+        who: name of the worker.
+    """
     return (
         f"the forward or the step itself changes {parameter}, and {who} has no sample of step {step + 1} and had none before, so "
         "the change is not made there. The step counts nowhere. Give each worker a sample: larger batches, other shares, or "

@@ -33,7 +33,13 @@ class ResidentReplicaSet(WholeReplicaSet):
     def __init__(
         self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica, origin: int, answer: Prepared
     ) -> None:
-        """Take over a worker that has prepared the run."""
+        """Take over a worker that has prepared the run.
+
+        Args:
+            run_id, spec, cells, master: as for `WholeReplicaSet`.
+            origin: rank of the worker whose model it is.
+            answer: what it said when it had prepared the run.
+        """
         super().__init__(run_id, spec, cells, master)
         self.master_step = NOT_HERE
         self._prepared[origin], self._building[origin] = answer, answer.generation
@@ -51,7 +57,11 @@ class ResidentReplicaSet(WholeReplicaSet):
             super().require(job, ranks)
 
     def give(self, job: Job, ranks: Collection[int], state: Callable[[], Mapping[str, Any]], step: int) -> None:
-        """Bring workers to a state, as `load` does."""
+        """Bring workers to a state, as `load` does.
+
+        Args:
+            job, ranks, state, step: as for `WholeReplicaSet.give`.
+        """
         self.load(job, ranks, state, step)
 
     def leave(self, job: Job) -> bool:
@@ -59,7 +69,11 @@ class ResidentReplicaSet(WholeReplicaSet):
         return False
 
     def load(self, job: Job, ranks: Iterable[int], state: Given, step: int) -> None:
-        """Bring workers to a state; from then on the run knows it, and the origin is one of them."""
+        """Bring workers to a state; from then on the run knows it, and the origin is one of them.
+
+        Args:
+            job, ranks, state, step: as for `WholeReplicaSet.load`.
+        """
         ranks = set(ranks)
         if not (step == self.step and self._alone(ranks)):
             super().load(job, ranks, state, step)
@@ -79,6 +93,11 @@ def adopt(
     run_id: str, spec: RunSpec, cells: Sequence[Cell], shared: ModuleType | None, cluster: Cluster
 ) -> ResidentReplicaSet:
     """Return replicas that begin with what the first worker with a model of its own holds.
+
+    Args:
+        run_id, spec, cells: of the run.
+        shared: module of the shared cells.
+        cluster: whose workers are asked.
 
     Raises:
         ClusterError: no such worker is here.

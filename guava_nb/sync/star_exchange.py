@@ -52,7 +52,11 @@ class StarExchange(StepExchange[Replicas]):
     def __init__(
         self, job: Job, replicas: Replicas, on_commit: OnCommit, on_applied: OnApplied, credit: SendCredit
     ) -> None:
-        """Handle the exchange's messages in that job."""
+        """Handle the exchange's messages in that job.
+
+        Args:
+            job, replicas, on_commit, on_applied, credit: see `StepExchange`.
+        """
         super().__init__(job, replicas, on_commit, on_applied, credit)
         self._at_orchestrator = replicas.spec.optimizer_site == "orchestrator"
         self._wire = BucketWire(replicas.master.layout, message_format(replicas.spec)[0])  # of the sums

@@ -151,7 +151,9 @@ class StateAtWorkers(StepsHeld, ABC):
         """Ask the connected workers at which step of this run they stand, which began in a process that is gone.
 
         Args:
+            job: through which messages are sent and answers awaited.
             last_step: the last one that was issued there.
+            timeout_s: for the answers; None waits as long as the workers live.
 
         Returns:
             Whether one holds a state of it; the run's step is that of the newest then.
@@ -248,6 +250,7 @@ class StateAtWorkers(StepsHeld, ABC):
         No step may be in flight. A worker that has gone on when it is asked answers with another step's, and the copy fails.
 
         Args:
+            job: through which messages are sent and answers come.
             save: what shall be done with it at the worker.
             whole: it comes here, too.
         """

@@ -81,7 +81,12 @@ class StateCopy:
             yield FetchState(request, self._run_id, self.whole, self.whole, self._ticks, self.save), rank
 
     def take(self, rank: int, message: Message, payload: memoryview) -> bool:
-        """Take an answer; returns whether it was one to this question. Called from reader threads."""
+        """Take an answer; returns whether it was one to this question. Called from reader threads.
+
+        Args:
+            rank: of the sender.
+            message, payload: what it sent.
+        """
         if not isinstance(message, State | Failure) or message.run_id != self._run_id:
             return False
         if self.requests.get(message.request_id) != rank or message.request_id in self._came:

@@ -115,7 +115,13 @@ class StepHead:
         return -(-num_batches // self.batches_per_step) if self.batches_per_step else 1
 
     def shard(self, task: ShardTask, global_rows: int, source: int = 0) -> Shard:
-        """Return a shard's record, still without its batch."""
+        """Return a shard's record, still without its batch.
+
+        Args:
+            task: whose it is.
+            global_rows: samples of the whole step.
+            source: number of the loader batch that it is of.
+        """
         return Shard(
             run_id=self.run_id, generation=self.generation, step=self.step, shard=task.index, rows=task.rows,
             global_rows=global_rows, batch=NO_BATCH, solo=self.solo, want_hash=self.want_hash, source=source,
@@ -142,6 +148,8 @@ def add_to_shares(
     """Add pieces of a loader batch to the shares.
 
     Args:
+        shares: what is added to.
+        batch: of which the pieces are.
         pieces: each with its place, content and rows.
         owners: whose share a place goes to; None: each place is a share.
         number: of the first place.

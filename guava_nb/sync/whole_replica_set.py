@@ -27,7 +27,12 @@ class WholeReplicaSet(ReplicaSet):
     exchange = StarExchange
 
     def __init__(self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica) -> None:
-        """Start with no worker prepared."""
+        """Start with no worker prepared.
+
+        Args:
+            run_id, spec, cells: of the run.
+            master: the orchestrator's own copy of the model.
+        """
         route = Route("relay", "star", "whole replicas meet at the orchestrator")
         super().__init__(run_id, spec, cells, master, route)
         self._sent_before: dict[int, int] = {}  # bytes that had gone to those who get the state
@@ -45,7 +50,14 @@ class WholeReplicaSet(ReplicaSet):
         return sorted(fit - holders)
 
     def give(self, job: Job, ranks: Collection[int], state: Callable[[], Mapping[str, Any]], step: int) -> None:
-        """Bring workers that have just prepared the run to a state, from a worker that holds it where there is one."""
+        """Bring workers that have just prepared the run to a state, from a worker that holds it where there is one.
+
+        Args:
+            job: through which messages are sent and answers awaited.
+            ranks: of these workers.
+            state: gives it, where no worker holds it.
+            step: after which it is.
+        """
         held = {rank for rank in ranks if self.holds(rank)}
         lacking = set(ranks) - held
         if lacking:
@@ -53,6 +65,12 @@ class WholeReplicaSet(ReplicaSet):
 
     def load(self, job: Job, ranks: Iterable[int], state: Given, step: int) -> None:
         """Bring workers to a state.
+
+        Args:
+            job: through which messages are sent and answers awaited.
+            ranks: of these workers.
+            state: what they are sent, or what gives it.
+            step: after which it is.
 
         Raises:
             TrainingError: workers of the same kind hold different parameters after loading.

@@ -96,7 +96,7 @@ class EnergyIntegral:
         return found
 
     def _grown(self, before: float, now: float) -> float | None:
-        """Joules between two readings of a counter; None when it was reset and nobody knows."""
+        """Joules between two readings of a counter; None when it was reset between them."""
         if now >= before:
             return now - before
         # A wrap leaves it near its end before and near its start after; anything else is a counter that began anew.

@@ -52,7 +52,7 @@ class EnergyRecord(Mapping[str, Any]):
     """A read-only mapping; its lists of rows make tables: `pandas.DataFrame(record["workers"])`, or `["tasks"]`.
 
     Keys: `run_id, joules, seconds, samples, steps, tokens, j_per_sample, j_per_step, j_per_token, watt_hours, co2e_g, cost,
-    epochs, workers, tasks`. What was not measured is None, and so are tokens that nobody asked for. `workers` has one row
+    epochs, workers, tasks`. What was not measured is None, and so are tokens that were not asked for. `workers` has one row
     per worker, phases in columns of their own (what its machine was busy with is the mean over the run); `tasks` one per
     worker and name that its code gave with `energy_task`. Tasks overlap phases and each other: another view of the same time.
     """
@@ -178,7 +178,7 @@ def _reach(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _epochs(of_workers: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Joules of each epoch over all workers that were measured in it; None where nobody was."""
+    """Joules of each epoch over all workers that were measured in it; None where no worker was."""
     longest = max((len(epochs) for epochs in of_workers), default=0)
     found: list[float | None] = []
     for k in range(longest):

@@ -30,7 +30,7 @@ __all__ = ["EnergyReporter"]
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two readings of the sensors, and between two reports nobody asked for.
+#: Seconds between two readings of the sensors, and between two reports that were not asked for.
 READ_S, REPORT_S = 0.1, 1.0
 _JOIN_S = 2.0
 _WINDOW = "run"

@@ -1,6 +1,6 @@
 """Measures the energy of stretches of time: a thread reads the sensors, windows begin and end.
 
-A fault of a sensor never reaches whoever measures: what could not be read is not measured, and says so. Nobody waits long for a
+A fault of a sensor never reaches the caller: what could not be read is not measured, and says so. No caller waits long for a
 sensor either: it is read without a lock that others need, and a caller goes on after a moment with what there is.
 """
 

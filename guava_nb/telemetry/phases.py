@@ -1,6 +1,6 @@
 """Time and energy by phase of a step. Pure: intervals and joules in, sums out.
 
-Time is exact: whoever works tells when a phase began and ended. Energy is attributed by time: a sensor gives joules between
+Time is exact: the code that works tells when a phase began and ended. Energy is attributed by time: a sensor gives joules between
 two readings, which are often longer than a step, so they are shared out among the phases that fell into them.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 __all__ = ["BACKWARD", "EXCHANGE", "FORWARD", "OTHER", "PHASES", "UPDATE", "WAITING", "PhaseBook"]
 
 FORWARD, BACKWARD, EXCHANGE, UPDATE, WAITING, OTHER = "forward", "backward", "exchange", "update", "waiting", "other"
-#: In the order of a step; `WAITING` is for data, `OTHER` what nobody told a phase of.
+#: In the order of a step; `WAITING` is for data, `OTHER` is time without a phase.
 PHASES = (FORWARD, BACKWARD, EXCHANGE, UPDATE, WAITING, OTHER)
 
 _MOST = 20_000  # intervals that wait for their joules; a sensor that stopped must not fill memory
@@ -91,5 +91,5 @@ class PhaseBook:
                 left -= part
             if begin >= end_s:
                 break
-        if left > 1e-9 * joules + 1e-12:  # what rounding leaves is nobody's
+        if left > 1e-9 * joules + 1e-12:  # rounding leaves less
             self._joules[OTHER] = self._joules.get(OTHER, 0.0) + left

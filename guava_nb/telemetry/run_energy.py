@@ -50,7 +50,7 @@ class EnergyBook:
             self._changed.notify_all()
 
     def forget(self, rank: int) -> None:
-        """Nobody asks for this member any more, unless it worked in the present run."""
+        """Forget this member, unless it worked in the present run."""
         with self._changed:
             self._newest.pop(rank, None)
             for run in self._listeners:

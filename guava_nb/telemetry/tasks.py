@@ -1,4 +1,4 @@
-"""Time and energy by the name of a task: whoever writes the code says what it is about, here it is added up.
+"""Time and energy by the name of a task: the code's author says what it is about, here it is added up.
 
 A task's time is exact: by the clock, on CUDA by the device's own events, which are read later and wait for nothing. Its energy
 is that of the boards between its two ends, shared out by time between two readings. So a task within another counts for
@@ -30,7 +30,7 @@ FURTHER = "(further tasks)"
 _LONGEST = 80  # characters of a name
 _MOST_WAITING = 20_000  # tasks that wait for their joules; a sensor that hangs must not fill memory
 
-#: Books of the meters that measure in this process. Exchanged as a whole, so whoever reads it needs no lock.
+#: Books of the meters that measure in this process. Exchanged as a whole, so reading needs no lock.
 _listening: tuple[TaskBook, ...] = ()
 _exchange = threading.Lock()
 _unheard: set[int] = set()  # threads whose tasks do not count at the moment
@@ -116,7 +116,7 @@ def _is_running(frames: list[Any], frame: Any) -> bool:
 
 
 def _is_compiling() -> bool:
-    """Whether torch traces this very code to compile it; without torch nobody does."""
+    """Whether torch traces this very code to compile it; False without torch."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
 
@@ -187,7 +187,7 @@ class TaskBook:
         self._lock = threading.Lock()  # of all that follows
         self._points: list[_Point] = []
         self._parts: list[tuple[float, float, float]] = []
-        self._before = (0.0, 0.0)  # sums of the parts that nobody asks for any more
+        self._before = (0.0, 0.0)  # sums of the parts that are not asked for any more
         self._until_s = float("-inf")
         self._sums: dict[str, _Sum] = {}
 

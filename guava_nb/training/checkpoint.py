@@ -1,6 +1,6 @@
 """Checkpoints: one file that plain PyTorch reads with `torch.load(path, weights_only=True)`.
 
-Keys: format, model, optimizer, scheduler, scaler (state dicts of the full model, whatever the mode and the number of
+Keys: format, model, optimizer, scheduler, scaler (state dicts of the full model in every mode and with any number of
 workers), step, position (epoch, batches, samples, feed), spec (what was trained, as plain data); where it was asked for log
 (the name of the run's log), and base (digests of frozen parameters, which are then left out of model).
 """

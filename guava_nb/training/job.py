@@ -429,13 +429,13 @@ class TrainingJob(Job):
             )
 
     def on_suspected(self, rank: int) -> None:
-        """Give its shards to others at once; it keeps its seat."""
+        """Give a suspect worker's shards to others at once; the worker keeps its seat."""
         self.accounting.poison.vanished(rank, self.window.exchange.in_flight.values())
         self.window.adopt()
         self.budget_gate.on_broken(rank)
 
     def on_leaving(self, rank: int) -> None:
-        """Let it go, or bring the state that it holds here first."""
+        """Let a worker that leaves go, or first bring here the state that it holds."""
         self._recovery.on_leaving(rank)
 
     def on_lost(self, rank: int) -> None:
@@ -453,6 +453,6 @@ class TrainingJob(Job):
             raise blamed.error([self.cluster.roster.members[victim] for victim in blamed.victims])
 
     def on_resumed(self, rank: int) -> None:
-        """It has its shards, and takes those that no member could take meanwhile."""
+        """Give a worker that is back the shards that no member could take meanwhile; its own it still has."""
         self.accounting.poison.back(rank)
         self.window.adopt()

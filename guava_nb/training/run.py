@@ -335,7 +335,7 @@ class Run:
         }
 
     def ending(self) -> str:
-        """Say how it ended, and what it cost, in a sentence."""
+        """Say in a sentence how the run ended, and what it cost."""
         wire, steps = self.wire, sum(record.get("steps", 1) for record in self.history)
         loss = f", loss {show_float(self.history[-1]['loss'])}" if self.history else ""
         why = f" ({self._message})" if self._message else ""

@@ -150,7 +150,7 @@ def _rehearse(name: str, replica_set: ReplicaSet, ticks: int, notice: Callable[[
 
 
 def _twin(replica_set: ReplicaSet) -> tuple[torch.optim.Optimizer, Any]:
-    """Optimizer and scheduler like those of the run at its beginning, over parameters that nobody trains."""
+    """Optimizer and scheduler like those of the run at its beginning, over stand-in parameters."""
     master, spec, left = replica_set.master, replica_set.spec, replica_set.schedule
     groups = master.optimizer.param_groups if left is None else left["groups"]
     state = plain(master.scheduler.state_dict(), "scheduler") if left is None else left["scheduler"]

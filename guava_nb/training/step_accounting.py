@@ -176,7 +176,7 @@ class StepAccounting:
         first_step: number of the run's first step.
         team: members that the last step was issued to; () when the next ones are no change.
         poison: samples over which workers were lost.
-        check: looks at the record of each step; None: nobody does.
+        check: looks at the record of each step; None: there is no check.
     """
 
     def __init__(self, membership: Membership, plan: TrainingPlan, run: Run, energy: RunEnergy, call: CallHook) -> None:
@@ -414,7 +414,7 @@ class StepAccounting:
 
 
 def _gradient_norm(step: StepInFlight, commit: Commit) -> float | None:
-    """Of the step's mean gradient, before it was clipped; None where it is known to nobody here."""
+    """Of the step's mean gradient, before it was clipped; None where it is not known here."""
     square = step.machine.gradient_square() if step.square is None else step.square
     norm = math.inf if square is None else math.sqrt(square) * commit.scale
     return None if commit.skip or not math.isfinite(norm) else norm

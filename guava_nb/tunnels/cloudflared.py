@@ -24,7 +24,7 @@ __all__ = ["CloudflaredTunnel"]
 #: From the program's start until its first connection to Cloudflare's edge stands; asking for the tunnel may take 15 of it.
 START_S = 35.0
 _KEPT_LINES = 200
-_URL = re.compile(r"\|\s+(https://\S+)\s+\|")  # in a box of its own, whoever runs the service
+_URL = re.compile(r"\|\s+(https://\S+)\s+\|")  # in a box of its own
 _STANDS = re.compile(r"Registered tunnel connection|Connection \S+ registered")
 _GONE = "Unauthorized"  # the edge has forgotten this tunnel, as after a laptop's long sleep: it never comes back
 #: What of the user's settings is kept: how this network lets cloudflared out.
@@ -69,7 +69,7 @@ class CloudflaredTunnel(Tunnel):
         what: path of the program; "" looks for `cloudflared` on PATH, and fetches it where there is none.
 
     Attributes:
-        settle_s: from the making of the name until it is given out. Nobody may look it up too early: a resolver that hears
+        settle_s: from the making of the name until it is given out. It must not be looked up too early: a resolver that hears
             "unknown" repeats that for half an hour.
     """
 

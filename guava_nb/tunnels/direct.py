@@ -65,7 +65,7 @@ class DirectTunnel(_NoTunnel):
         return self._at
 
     def note(self) -> str:
-        """Where others look for this machine, when nobody said; and a name that may be misspelt."""
+        """Where others look for this machine, when no address was given; and a name that may be misspelt."""
         at = self._at
         if at is not None and not self._is_known:
             return f"the name {at.host} is not known on this machine: check it, unless workers know it (--tunnel direct:HOST)"

@@ -28,7 +28,7 @@ class NgrokTunnel(Tunnel):
     Args:
         what: nothing; stands for the text behind the colon.
         authtoken: of an ngrok account; None looks where `find_token` does.
-        ask: gives an authtoken where none is found; None where nobody can be asked.
+        ask: gives an authtoken where none is found; None where no person can be asked.
     """
 
     name = "ngrok"

@@ -20,7 +20,7 @@ __all__ = ["GROUP", "make_tunnel", "split_host", "tunnel_names"]
 #: Entry points of this group name classes of tunnels; see `Tunnel` for what their constructors take.
 GROUP = "guava_nb.tunnels"
 
-#: Asks for an ngrok authtoken by hidden prompt; None where nobody can be asked.
+#: Asks for an ngrok authtoken by hidden prompt; None where no person can be asked.
 Ask = Callable[[], str]
 
 
@@ -29,7 +29,7 @@ def make_tunnel(text: str, ask: Ask | None = None) -> Tunnel:
 
     Args:
         text: `NAME[:WHAT]`; names as in `tunnel_names`.
-        ask: gives an authtoken where a tunnel needs one and finds none; None where nobody can be asked.
+        ask: gives an authtoken where a tunnel needs one and finds none; None where no person can be asked.
 
     Raises:
         ConfigError: no tunnel has that name, or it cannot do with what stands behind the colon.

@@ -40,7 +40,7 @@ TRY_S = 4.0
 END_S = 3.0
 #: What the user's ssh config must not turn into something else. The host's key is checked as the user has it.
 OPTIONS = {
-    "BatchMode": "yes",  # nobody can type a password here
+    "BatchMode": "yes",  # no person can type a password here
     "ExitOnForwardFailure": "yes",
     "ConnectTimeout": str(CONNECT_S),
     "ServerAliveInterval": str(ALIVE_EVERY_S),

@@ -202,7 +202,7 @@ class WorkerLoop:
         self._release_own()
 
     def between_sessions(self) -> None:
-        """The session is over and another may follow: drop what came of it, keep the state of the last committed step."""
+        """Between two sessions: drop what came in the last one, keep the state of the last committed step."""
         self._is_ending = False
         while not self._queue.empty():
             arrival = self._queue.get()

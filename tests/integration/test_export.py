@@ -70,6 +70,14 @@ def layers(width=16):
     return nn.Sequential(nn.Linear(10, width), Block(width), Block(width), Block(width), nn.Linear(width, 4))
 
 
+class Spare(Net):
+    """With a head that no step uses."""
+
+    def __init__(self, width=16):
+        super().__init__(width)
+        self.spare = nn.Linear(width, 2)
+
+
 def groups(named, lr=0.01):
     """Train biases slowly."""
     slow = [p for n, p in named if n.endswith("bias")]
@@ -105,8 +113,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, Any]]
     ),
     "data-bf16": ("data", {}, "Net", {}, {"precision": "bf16", "scheduler": "StepLR", "scheduler_args": {"step_size": 1},
                                           "scheduler_interval": "epoch"}),
+    "data-unused": ("data", {}, "Spare", {}, {**ALL, "accumulation_steps": 2}),
     "data-fp64": ("data", {}, "Net", {}, {"precision": "fp64"}),
     "zero-1": ("zero", {"zero_stage": 1}, "Net", {}, ALL),
+    "zero-1-unused": ("zero", {"zero_stage": 1}, "Spare", {}, ALL),
     "zero-2": ("zero", {"zero_stage": 2}, "Net", {"dropout": 0.1}, {**ALL, "accumulation_steps": 2}),
     "zero-3": ("zero", {"zero_stage": 3}, "Net", {}, {**ALL, "criterion": "weighted"}),
     "tensor": ("tensor", {}, "Net", {}, {**ALL, "accumulation_steps": 2}),

@@ -20,7 +20,7 @@ class StoreAsk(Message, frozen=True):
         op: "set", "get", "wait", "add", "compare_set", "check", "delete", "num_keys", "list_keys", "append",
             "multi_get", "multi_set", "lend" (set until this session ends), "claim" (lend if it is free; gives what
             holds then), "queue_push", "queue_pop", "queue_len", "forget" (every key that begins so), or "cancel"
-            (nobody waits for request `number` any more).
+            (request `number` is not waited for any more).
         keys: what it is about; "num_keys" and "list_keys" take a prefix.
         values: one per key, or for "compare_set" the expected and the wanted value.
         number: what "add" adds; for "queue_pop" 0 does not wait.

@@ -98,7 +98,7 @@ class BoardEnergy(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Energy of one board in a stretch of time; `joules` None: not measured.
 
     Attributes:
-        key: of the hardware; whoever measures the same board tells the same one.
+        key: of the hardware; all reports on one board have the same.
         method: how it was measured.
         readings: how many the figure rests on.
         uncovered_s: seconds without a figure.
@@ -143,7 +143,7 @@ class Energy(Message, frozen=True, kw_only=True):
     """Worker to orchestrator (METRICS), about once a second during a run, and as the answer to `AskEnergy`.
 
     Attributes:
-        mark: of the question that this answers; 0 when nobody asked.
+        mark: of the question that this answers; 0 when it was not asked for.
         seconds: since this worker prepared the run; `boards` and `phases` are of that stretch.
         why: what has no sensor, and why, in one sentence; "" when everything has.
         busy, memory_used_bytes, memory_bytes, power_w: of the device, at this moment; None where it does not tell.

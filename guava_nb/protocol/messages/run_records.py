@@ -42,7 +42,7 @@ class Accept(Message, frozen=True):
 class Leave(Message, frozen=True):
     """Worker to orchestrator: I leave after the last committed step; give my shards to others, and end my session.
 
-    Until the session ends, the worker answers: where nobody else holds the state, it is fetched first.
+    Until the session ends, the worker answers: where no other worker holds the state, it is fetched first.
     """
 
     NUMBER: ClassVar[int] = 51

@@ -227,7 +227,7 @@ class WandbWriter:
 
 
 def _has_wandb_key() -> bool:
-    """Whether the library would not ask for a key, which nobody could answer on this thread."""
+    """Whether the library would not ask for a key: on this thread no person could answer."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     with contextlib.suppress(Exception):  # no such file, or one that is none

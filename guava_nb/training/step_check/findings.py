@@ -1,6 +1,6 @@
 """A question about a batch, and what the answer says to its reader.
 
-Knows findings and batches; asks nobody.
+Knows findings and batches; sends nothing.
 """
 
 from __future__ import annotations

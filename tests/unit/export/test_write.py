@@ -124,7 +124,7 @@ WRITTEN: dict[str, tuple[Any, str]] = {
     "callbacks": ([Callback()], "callbacks"),
     "metrics": (None, "validation"),  # they belong to validations
     "tokens": ("count", "figures of energy"),
-    "threads": (1, "gave each worker 1 threads"),
+    "threads": (2, "gave each worker 2 threads"),
     "save_every": (50, "checkpoints within an epoch"),
     "save_best": ("loss", "the checkpoint of the best validation"),
     "patience": (3, "patience"),

@@ -114,7 +114,7 @@ def test_raw_outputs_keep_their_names_types_and_shapes() -> None:
     ("outputs", "wanted", "sentence"),
     [
         (torch.zeros(4), Wanted(), r"classes need outputs of \[4, classes\].*returned \(4,\) of float32.*raw=True"),
-        (torch.zeros(4, 1), Wanted(), r"one column, and of one class alone every sample is certain.*raw=True"),
+        (torch.zeros(4, 1), Wanted(), r"one column: with one class all probabilities would be 1.*raw=True"),
         (torch.zeros(4, 3, 8, 8), Wanted(), r"returned \(4, 3, 8, 8\) of float32.*raw=True"),
         (torch.zeros(3, 5), Wanted(), r"\[4, classes\].*returned \(3, 5\)"),
         (torch.zeros(4, 5, dtype=torch.int64), Wanted(), r"floating point.*int64"),
