@@ -75,7 +75,7 @@ _REASONS: tuple[tuple[type[GuavaError], str], ...] = (
 
 
 #: Sessions that end between two calls that give free memory back to the system: the threads of each leave some KB in C's heaps.
-_GIVE_BACK_EVERY = 256
+_GIVE_BACK_EVERY = 64
 
 
 def _give_back_memory() -> None:

@@ -99,9 +99,9 @@ def words(rank: int, size: int, *program: str) -> list[str]:
     return ["-m", "guava_nb", "run", "--rank", str(rank), "--world-size", str(size), *program]
 
 
-def run_two(start, hub: Orchestrator, *program: str) -> list[Started]:
+def run_two(start, hub: Orchestrator, *program: str, size: int = 2) -> list[Started]:
     code = hub.join_code.encode()
-    both = [start(words(rank, 2, *program), code) for rank in (0, 1)]
+    both = [start(words(rank, size, *program), code) for rank in range(size)]
     for one in both:
         assert one.end() == 0, "\n---\n".join(other.output for other in both)
     return both
@@ -139,6 +139,29 @@ def test_two_models_and_two_backwards_a_step_train_as_in_one_process(start, hub:
     assert alone.end() == 0, alone.output
     run_two(start, hub, script, "--save", str(tmp_path / "two.pt"))
     assert_equal(tmp_path / "one.pt", tmp_path / "two.pt")
+
+
+def losses_in(output: str) -> dict[int, float]:
+    lines = [line.split() for line in output.splitlines() if line.startswith("step ")]
+    return {int(words[1].rstrip(":")): float(words[-1]) for words in lines}
+
+
+@pytest.mark.parametrize("saves", ["at_once", "asynchronously"])
+def test_a_sharded_checkpoint_is_resumed_by_another_number_of_ranks(
+    saves: str, start, hub: Orchestrator, tmp_path: Path
+) -> None:
+    """FSDP2 and torch.distributed.checkpoint: two ranks, then three, then two train as one process."""
+    script, how = str(PROGRAMS / "sharded.py"), ["--asynchronous"] if saves == "asynchronously" else []
+    alone = start([script, "--steps", "9"], **PLAIN)
+    folders, found, resume = [str(tmp_path / name) for name in "ab"], dict[int, float](), list[str]()
+    for size, folder in zip((2, 3, 2), (*folders, ""), strict=True):
+        save = ["--checkpoint", folder, *how] if folder else []
+        found |= losses_in(run_two(start, hub, script, "--steps", "3", *resume, *save, size=size)[0].output)
+        resume = ["--resume", folder]
+    assert alone.end() == 0, alone.output
+    plain = losses_in(alone.output)
+    assert sorted(plain) == sorted(found) == list(range(9))
+    assert max(abs(plain[step] - found[step]) for step in plain) <= 1e-9
 
 
 @needs_accelerate

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 import time
 from datetime import timedelta
 from typing import Any
@@ -404,6 +406,8 @@ def fully_sharded_flat(here: Here) -> None:
 
 
 def fully_sharded(here: Here) -> None:
+    """FSDP2, and its sharded checkpoint."""
+    from torch.distributed import checkpoint
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -415,8 +419,18 @@ def fully_sharded(here: Here) -> None:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     _train_spread(here, model, steps, rows)
+    folder = [tempfile.mkdtemp() if here.rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    kept = model.state_dict()
+    checkpoint.save(kept, checkpoint_id=folder[0])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    checkpoint.load(kept, checkpoint_id=folder[0])
     for ours, plain in zip(model.parameters(), _plain(steps, rows).parameters(), strict=True):
         assert torch.allclose(ours.full_tensor(), plain, atol=1e-12, rtol=0)  # type: ignore[attr-defined]
+    if here.rank == 0:  # `full_tensor` was a call of all ranks, so all have read it
+        shutil.rmtree(folder[0])
 
 
 def tensor_parallel(here: Here) -> None:

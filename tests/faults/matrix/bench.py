@@ -34,7 +34,7 @@ from guava_nb.processes.launcher import WorkerHandle, launch
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.sync import group_replica_set
 from guava_nb.training.run import Run
-from tests.faults.matrix.cells import ENDS, LINKS, MODES, RAISES, STEP, STOPS, Cell, expected
+from tests.faults.matrix.cells import ENDS, LINKS, MODES, NANS, RAISES, REPLACED, STEP, STOPS, Cell, expected
 from tests.faults.matrix.injection import PLAN
 from tests.support.processes import Session, Worker, eventually
 from tests.support.relay import DOWN, UP
@@ -73,10 +73,18 @@ def Deep():
     return nn.Sequential(Block(10, 16), Block(16, 16), Block(16, 16), nn.Linear(16, 4))
 
 
-class Own(torch.optim.AdamW):
+class At:
     def step(self, closure=None):
         at("own optimizer")
         return super().step(closure)
+
+
+class OwnAdamW(At, torch.optim.AdamW):
+    pass
+
+
+class OwnSGD(At, torch.optim.SGD):
+    pass
 
 
 def loss_fn(outputs, targets):
@@ -108,13 +116,13 @@ def held_out() -> DataLoader[Any]:
 
 
 @functools.cache
-def plain(steps: int) -> tuple[torch.nn.Module, list[float]]:
+def plain(steps: int, optimizer_name: str = "AdamW", lr: float = 0.01) -> tuple[torch.nn.Module, list[float]]:
     """One process, whole batches, nothing of ours."""
     namespace: dict[str, Any] = {"__name__": "oracle"}
     exec(CELL, namespace)
     torch.manual_seed(0)
     model = namespace["Deep"]().double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = getattr(torch.optim, optimizer_name)(model.parameters(), lr=lr)
     losses: list[float] = []
     loader = batches()
     for batch in (batch for _ in range(EPOCHS) for batch in loader):
@@ -278,6 +286,8 @@ class Attempt:
         self.bench, self.cell, self.limit_s = bench, cell, limit_s
         self.mode = MODES[cell.mode]
         self.said = ""
+        options = self.mode.options
+        self.oracle = (options.get("optimizer", "AdamW"), options.get("optimizer_args", {"lr": 0.01})["lr"])
         self.notes_before = set(bench.orch.status().note_numbers)
         self.strike_error: BaseException | None = None
         self.struck = threading.Event()
@@ -307,13 +317,13 @@ class Attempt:
     def _write_plan(self) -> None:
         cell = self.cell
         point = {
-            "batch received": "batch" if cell.fault in ENDS + STOPS + LINKS else "work",
+            "batch received": "work" if cell.fault in RAISES + NANS else "batch",
             "bucket half sent": "bucket", "waiting for the sum": "sum",
             "commit": "schedule" if cell.fault in RAISES else "commit",
         }.get(cell.phase, cell.phase)  # fmt: skip
         if cell.fault == "nan in loss":
             point = "loss"
-        if self._options().get("optimizer") == "Own":
+        if str(self._options().get("optimizer")).startswith("Own"):
             point = "own optimizer"
         step = None if cell.phase in ("join", "source", "validation", "prediction", "leave") else STEP
         self._remove("claim", "fired", "go")
@@ -331,7 +341,7 @@ class Attempt:
         """Options of the run, so that the user's own code runs where it is to raise."""
         phase, raises = self.cell.phase, self.cell.fault in RAISES
         if phase == "optimizer" and raises and self.cell.fault != "out of memory":  # memory torch's own ones lack, too
-            return {**self.mode.options, "optimizer": "Own"}
+            return {**self.mode.options, "optimizer": f"Own{self.oracle[0]}"}
         if phase == "commit" and raises:
             return {**self.mode.options, "scheduler": "StepLR", "scheduler_args": {"step_size": 1000}}
         return self.mode.options
@@ -346,6 +356,8 @@ class Attempt:
         for worker in self.bench.workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGCONT)
+            if worker is self.victim and self.cell.fault in REPLACED + RAISES[3:]:
+                worker.handle.kill()
 
     # ------------------------------------------------------------------------------------------------- the other side's part
 
@@ -371,7 +383,7 @@ class Attempt:
         if (
             (not self.mode.elastic or self.mode.workers == 1)
             and phase not in ("join", "prediction")
-            and (fault in ENDS or phase == "leave")
+            and (fault in ENDS + REPLACED or phase == "leave")
         ):
             self.bench.enter()  # a mesh of a fixed size, or a run without workers, needs one for the place
         if fault in STOPS:
@@ -383,6 +395,10 @@ class Attempt:
             while time.monotonic() < until and not self._is_given_up(worker):
                 time.sleep(0.02)
             os.kill(worker.pid, signal.SIGCONT)
+        elif fault == "deadlock" and not self.mode.spares and phase != "join":
+            told = f"waits for {worker.name} since"  # so a person knows which process to end
+            eventually(lambda: self._ended.is_set() or any(told in note for note in self._notes()), 20, told)
+            worker.handle.kill()
         elif fault == "silence":
             assert worker.relay is not None
             for link in list(worker.relay.links):
@@ -477,16 +493,19 @@ class Attempt:
 
     # --------------------------------------------------------------------------------------------------------- comparing
 
-    def _compare(self, run: Run, error: BaseException | None, wanted: Any) -> str:
+    def _notes(self) -> list[str]:
+        """What was told since this began."""
         status = self.bench.orch.status()
-        notes = [
-            text
-            for number, text in zip(status.note_numbers, status.notes, strict=True)
-            if number not in self.notes_before
-        ]
+        told = zip(status.note_numbers, status.notes, strict=True)
+        return [text for number, text in told if number not in self.notes_before]
+
+    def _compare(self, run: Run, error: BaseException | None, wanted: Any) -> str:
+        with contextlib.suppress(AssertionError):  # told by another thread
+            eventually(lambda: wanted.told in "\n".join(self._notes()), 5, wanted.told)
+        notes = self._notes()
         problems = [*self._of_error(error, wanted), *self._of_samples(run, wanted)]
         problems += [f"no notice says {wanted.told!r}: {notes}"] if wanted.told not in "\n".join(notes) else []
-        model, losses = plain(wanted.steps)
+        model, losses = plain(wanted.steps, *self.oracle)
         if len(run.history) == wanted.steps:
             worst = max([abs(r["loss"] - loss) for r, loss in zip(run.history, losses, strict=True)], default=0.0)
             problems += [f"losses differ by {worst:.1e}"] if not worst <= TOLERANCE else []
@@ -509,8 +528,9 @@ class Attempt:
             return [f"no error of ours: {self.said}"]
         words = [wanted.halts, *([self.name] if wanted.names_worker else [])]
         lacking = [word for word in words if word.lower() not in self.said.lower()]
-        if wanted.names_step and not re.search(rf"\bstep {STEP + 1}\b", self.said):
-            lacking.append(f"step {STEP + 1}")
+        unit = "round" if self.cell.mode == "local" else "step"
+        if wanted.names_step and not re.search(rf"\b{unit} {STEP + 1}\b", self.said):
+            lacking.append(f"{unit} {STEP + 1}")
         return [f"the error does not say {lacking}: {self.said}"] if lacking else []
 
     def _of_samples(self, run: Run, wanted: Any) -> list[str]:
@@ -540,7 +560,7 @@ class Attempt:
             problems += [f"{self.path} was left half written"] if self.path.exists() else []
         elif self.cell.phase == "checkpoint":
             saved = torch.load(self.path, weights_only=True)["model"]
-            expected_state = plain(STEP + 1)[0].state_dict()
+            expected_state = plain(STEP + 1, *self.oracle)[0].state_dict()
             worst = max(float((saved[k] - v).abs().max()) for k, v in expected_state.items())
             problems += [f"the checkpoint differs by {worst:.1e}"] if worst > TOLERANCE else []
         return problems

@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +25,12 @@ __all__ = ["PLAN", "at", "install", "wait_at_gate"]
 #: and `go`, which all workers share.
 PLAN = "GUAVA_MATRIX_PLAN"
 _HOLD_S = 30.0
+#: Half as long again as the matrix waits for an answer.
+_SLOW_S = 6.0
 
 _step: int | None = None  # whose shard is in work
 _sent: dict[str, int] = {}  # parts of gradients or activations that went out for it
+_session: Any = None  # this process's `WorkerSession`
 
 
 def at(point: str, step: int | None = None) -> str:
@@ -93,6 +97,21 @@ def _raise(make: Callable[[], BaseException]) -> Callable[[Path], None]:
     return act
 
 
+def _lock_twice(here: Path) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def _lie(here: Path) -> None:
+    """Tell what was not asked, and what no worker says."""
+    from guava_nb.protocol.messages import Accept, StepApplied
+
+    _session._send(StepApplied(run_id="run-1", generation=1, step=10**9), ())
+    _session._send(Accept("the orchestrator"), ())
+    _lock_twice(here)  # until its session is ended: what it would do next counts no more
+
+
 _ACTIONS: dict[str, Callable[[Path], None]] = {
     "SIGKILL": _send(signal.SIGKILL),
     "SIGSTOP 5 s": _send(signal.SIGSTOP),
@@ -102,6 +121,10 @@ _ACTIONS: dict[str, Callable[[Path], None]] = {
     "exception": _raise(lambda: ValueError("this place is cursed")),
     "out of memory": _raise(lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")),
     "full disk": _raise(lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+    "context death": _raise(lambda: RuntimeError("CUDA error: device-side assert triggered")),
+    "slow": lambda here: time.sleep(_SLOW_S),
+    "deadlock": _lock_twice,
+    "hostile": _lie,
     "cut in mid-frame": _hold,
     "silence": _hold,
     "reset at a random byte": _hold,
@@ -121,7 +144,7 @@ def install() -> None:
     from guava_nb.worker.steps import StepRunner
     from guava_nb.worker.worker_session import WorkerSession
 
-    _before(WorkerSession, "greet", lambda *_: at("join"))
+    _before(WorkerSession, "greet", _greet)
     _before(Preparation, "build", lambda *_: _note(None) or at("source"))
     _before(StepRunner, "add", lambda runner, message, load: at("batch", message.step))
     _before(StepRunner, "_apply", lambda runner, run, step: _note(runner.committed + 1))
@@ -146,6 +169,12 @@ def _before(kind: type, name: str, point: Callable[..., object]) -> None:
         return method(*args, **words)
 
     setattr(kind, name, wrapped)
+
+
+def _greet(session: Any, connected: Any) -> None:
+    global _session
+    _session, session._session = session, connected
+    at("join")
 
 
 def _note(step: int | None) -> None:
