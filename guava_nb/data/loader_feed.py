@@ -320,7 +320,7 @@ class LoaderFeed:
         }
 
     def walks(self) -> dict[str, Any]:
-        """How often it was walked, and where its own random streams are, as plain data: `position` without the default streams."""
+        """How often it was walked, and where its own random streams are, as plain data; the default streams are left out."""
         streams = RandomState.take(self._source.streams()).to_plain()["generators"]
         return {"epochs": self._epoch + 1, "generators": streams}
 

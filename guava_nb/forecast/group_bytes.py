@@ -178,7 +178,7 @@ class _Spread:
         names = [name for name, _ in [*self.model.named_buffers(), *followed_parameters(self.model)]]
         moved = self.run.moving_elements()
         uncertain, ranks = sum(not is_statistic(name) for name in names), self.mesh.data
-        told = self.replicas.all_reduce(8 * (len(names) + ranks * (1 + 4 * uncertain))) if names else NOTHING
+        told = self.replicas.all_reduce(8 * (len(names) + ranks * (1 + 5 * uncertain))) if names else NOTHING
         return told + (self.replicas.all_reduce(4 * moved) + self.replicas.all_reduce(8) if moved else NOTHING)
 
 

@@ -410,8 +410,8 @@ class Orchestrator(Generating, SessionHost):
                 ids, see `guava_nb.evaluation.predictions`.
             top_k: the best classes of each sample.
             confidence_threshold: samples whose best class is less probable get class -1 and confidence NaN.
-            return_full_probabilities: the probabilities of all classes too. They are the outputs where their rows sum to 1 or the loss is BCELoss,
-                their sigmoid with BCEWithLogitsLoss and MultiLabelSoftMarginLoss, else their softmax, `guava_nb.replica.outputs`.
+            return_full_probabilities: the probabilities of all classes too: the outputs where their rows sum to 1 or the
+                loss is BCELoss, their sigmoid with BCEWithLogitsLoss or MultiLabelSoftMarginLoss, else their softmax.
             raw: the outputs as they are, for models that give no [rows, classes].
             path: a folder for memory maps, for results that are larger than memory; needs a loader without shuffling.
             resume: go on with what an interrupted call left in `path`, without predicting it again.

@@ -41,6 +41,7 @@ class ModelPart(Protocol):
     layout: str = ""
     cut_along: AxisOf | None = None
     _rows: int = 0
+    _forwards: int = 0
 
     def train_batch(
         self, batch: Any, rows: int, factor: float, stand_in: bool = False, *, last: bool = False
@@ -94,7 +95,7 @@ class ModelPart(Protocol):
 
     def drop_gradients(self) -> None:
         """Forget all gradients, complete or not."""
-        self._rows = 0
+        self._rows = self._forwards = 0
         for parameter in self.named.values():
             parameter.grad = None
 

@@ -91,7 +91,7 @@ class WholeModelPart(ModelPart):
                 self._data.gathering(stand_in),
             ):  # fmt: skip
                 self._train(batch, rows, 0.0, last)
-            self._rows -= rows
+            self._rows, self._forwards = self._rows - rows, self._forwards - 1
         return _NOTHING
 
     def stand_in(self, batch: Any) -> None:
@@ -124,16 +124,16 @@ class WholeModelPart(ModelPart):
                 raise told from error
             raise
         self._data.end()
-        self._rows += rows
+        self._rows, self._forwards = self._rows + rows, self._forwards + 1
         return measured(loss, rows)
 
     def finish_gradients(self) -> Collection[str]:
         """Complete the step's sums."""
-        unlike = self._data.finish(self.named, self._rows)
+        unlike = self._data.finish(self.named, self._rows, self._forwards)
         if self._tensor.is_active and self._data.apart is not None and bool(self._data.apart > 0):
             self._data.settle()
         self._tensor.finish(self.named)
-        self._rows = 0
+        self._rows = self._forwards = 0
         return unlike
 
     def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, observer: Observer | None = None) -> Measured:

@@ -48,7 +48,14 @@ class BufferMerge:
         unlike: after `result`, names of buffers that the shards changed differently, with no rule or choice for it.
     """
 
-    def __init__(self, bucket: Bucket, rows: Sequence[int], policies: str, counted: dict[str, bool]) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        rows: Sequence[int],
+        policies: str,
+        counted: dict[str, bool],
+        forwards: Sequence[int] = (),
+    ) -> None:
         """Expect one contribution from each shard.
 
         Args:
@@ -56,8 +63,10 @@ class BufferMerge:
             rows: samples of each shard.
             policies: the run's option.
             counted: which buffers count samples, as `way_of` found so far; added to.
+            forwards: of each shard; () for one each.
         """
         self._bucket, self._rows, self._policies, self._counted = bucket, rows, policies, counted
+        self._forwards = forwards or [1] * len(rows)
         self._changes: dict[int, dict[int, Tensor]] = {}
         self.unlike: tuple[str, ...] = ()
 
@@ -93,12 +102,12 @@ class BufferMerge:
         """Return one change of a buffer, flat, of those of the shards that had samples."""
         nothing = torch.zeros(self._bucket.sizes[index], dtype=self._bucket.dtype)
         changes = [self._changes[shard].get(index, nothing) for shard in shards]
-        rows = [self._rows[shard] for shard in shards]
+        rows, forwards = [self._rows[shard] for shard in shards], [self._forwards[shard] for shard in shards]
         name = self._bucket.names[index]
         alike = all(torch.equal(changes[0], other) for other in changes[1:])
         way, is_told = way_of(
             name, policy_of(self._policies, name), index in self._bucket.whole_numbers, alike,
-            [ChangeFacts(*map(bool, facts_of(*one).tolist())) for one in zip(changes, rows, strict=True)], rows,
+            [ChangeFacts(*map(bool, facts_of(*one).tolist())) for one in zip(changes, rows, forwards, strict=True)], rows,
             self._counted,
         )  # fmt: skip
         if is_told:

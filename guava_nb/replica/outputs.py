@@ -13,9 +13,10 @@ Pure. On the wire stand named columns, each a tensor with one row per sample:
 Classes are ranked by the outputs, not by their probabilities: in float32 many of these are exactly 0 or 1.
 Outputs in float64 are ranked in float64, all others in float32.
 
-Probabilities are those that the run's loss takes the outputs for: of each class by itself for torch's losses of classes that do not
-exclude each other (`EACH_CLASS`); else the outputs as they are, where no entry is negative and every row sums to 1, as a model
-that ends in a softmax gives them; else their softmax. The softmax of log-probabilities is the probabilities again.
+Probabilities are those that the run's loss takes the outputs for: of each class by itself for torch's losses of classes
+that do not exclude each other (`EACH_CLASS`); else the outputs as they are, where no entry is negative and every row sums
+to 1, as a model that ends in a softmax gives them; else their softmax. The softmax of log-probabilities is the
+probabilities again.
 """
 
 from __future__ import annotations

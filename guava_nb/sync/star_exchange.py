@@ -127,7 +127,8 @@ class StarExchange(StepExchange[Replicas]):
     def _merge_of(self, in_flight: StepInFlight) -> BufferMerge:
         bucket = self._replicas.master.layout.bucket(BUFFERS)
         rows = [task.rows for task in in_flight.machine.tasks]
-        return BufferMerge(bucket, rows, self._replicas.spec.buffers, self._counted)
+        forwards = [len(shard.part_rows) or 1 for shard, _ in in_flight.shards]
+        return BufferMerge(bucket, rows, self._replicas.spec.buffers, self._counted, forwards)
 
     def _carry_out(self, in_flight: StepInFlight, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:

@@ -109,8 +109,8 @@ class Position:
         epoch: the epoch in work; one that has ended counts as the next one's beginning.
         batches: loader batches of it that are committed.
         samples: samples of it that are committed.
-        feed: where the loader has to go on, see `guava_nb.data.loader_feed.LoaderFeed.position`; its "validation" is the validation
-            loader's `walks()`. None at the very beginning.
+        feed: where the loader has to go on, see `guava_nb.data.loader_feed.LoaderFeed.position`; its "validation" is what
+            `walks` of the validation loader gave. None at the very beginning.
     """
 
     epoch: int = 0

@@ -188,7 +188,8 @@ def _too_few_rows(error: ValueError, models: Sequence[nn.Module]) -> TrainingErr
         # The functions of torch that raise know no layer; the frame of the layer that called them does.
         if norm is not None and "input" in frame.f_locals:
             size = list(frame.f_locals["input"].shape)
-            share = "" if isinstance(norm, _Synced) else "use sync_batchnorm (statistics over all workers' rows), "
+            synced = "use sync_batchnorm where the mode has it (statistics over all workers' rows), "
+            share = "" if isinstance(norm, _Synced) else synced
             return TrainingError(
                 f"{name!r} ({type(norm).__name__}) got one value per channel, of an input of {size}, and training needs "
                 "2: a worker's share of the batch, or a micro-batch, is that small, the last batch of an epoch above "

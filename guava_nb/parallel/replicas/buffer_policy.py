@@ -6,11 +6,12 @@ whole replicas and by the ranks of a group alike:
 
 - batch statistics are averaged by samples, and count one step (`sync_batchnorm` makes them exact);
 - a change that is the same on all replicas did not depend on the data, and is taken as it is;
+- a change of 1 in each forward counts forwards, of which a replica may have had fewer (accumulation of small batches);
 - a change that counts samples (whole numbers that add up to a multiple of each replica's samples) is added up; a person is
   told where such a count does something else later, as a position that goes round its end does;
 - else whole numbers are added up, and all others averaged by samples; a person is told, because neither need be right.
 
-The option `buffers` of a run replaces the last three rules for the buffers that it names.
+The option `buffers` of a run replaces the last four rules for the buffers that it names.
 
 Shapes: a change is flat, [N]: N elements of the buffer, twice as many where it is complex.
 """
@@ -63,18 +64,20 @@ class ChangeFacts(NamedTuple):
 
     Attributes:
         counts: whole numbers, none below 0, that add up to a multiple of its samples.
-        is_one: all of them are 1, as of a counter of steps.
+        is_one: all of them are 1 in each forward, as of a counter of steps.
+        of_several: a forward had more than one sample, so that samples and forwards can be told apart.
     """
 
     counts: bool
     is_one: bool
+    of_several: bool
 
 
-def facts_of(change: Tensor, rows: int) -> Tensor:
-    """Return the facts of a change `[N]` as numbers, `[2]` float64, on its device; `rows`: samples of this replica."""
+def facts_of(change: Tensor, rows: int, forwards: int = 1) -> Tensor:
+    """Return the facts of a change `[N]` as numbers, `[3]` float64, on its device; `rows`: samples of these forwards."""
     total, wide = change.sum(dtype=torch.float64), change.double()
     counts = (total >= max(rows, 1)) & (total % max(rows, 1) == 0) & ((wide >= 0) & (wide == wide.round())).all()
-    return torch.stack([counts, (wide == 1).all()]).double()
+    return torch.stack([counts, (wide == forwards).all(), torch.full_like(counts, rows > forwards)]).double()
 
 
 def numbers(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -235,13 +238,17 @@ def way_of(
         return policy, False  # type: ignore[return-value]
     counts, is_one, known = all(one.counts for one in facts), all(one.is_one for one in facts), counted.get(name)
     # One sample each says nothing, and a count of steps may happen to fit the samples of a smaller batch.
-    if counts and known is not False and (known or (max(rows) > 1 and not is_one)):
+    of_several = any(one.of_several for one in facts)
+    if counts and known is not False and (known or (of_several and not is_one)):
         counted.update({name: True} if len(rows) > 1 else {})
         return "sum", False
     if alike:
         if not counts and len(rows) > 1:
             counted.setdefault(name, False)
-        return "same", whole_numbers and bool(known) and not is_one
+        is_either = counts and known is None and not of_several and len(rows) > 1 and max(rows) > 1
+        return "same", is_either or (whole_numbers and bool(known) and not is_one)
+    if is_one and (of_several or known is False):
+        return "most", False
     return ("sum" if whole_numbers else "average"), True
 
 

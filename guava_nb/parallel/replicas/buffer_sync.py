@@ -77,14 +77,14 @@ class BufferSync:
         return tensor
 
     @torch.no_grad()
-    def finish(self, rows: int) -> None:
-        """Make the tensors equal; this replica saw `rows` samples since the last step."""
+    def finish(self, rows: int, forwards: int = 1) -> None:
+        """Make the tensors equal; this replica saw `rows` samples in so many forwards since the last step."""
         if not self._owners:
             return
         changes = [change_of(before, self._live(i)) for i, before in enumerate(self._before)]
         if not rows:  # a replica without samples may hold anything, even NaN
             changes = [torch.zeros_like(change) for change in changes]
-        anywhere, all_rows, ways = self._agree(changes, rows)
+        anywhere, all_rows, ways = self._agree(changes, rows, forwards)
         steps: dict[tuple[Way, torch.dtype], list[int]] = {}
         for i, way in ways.items():
             steps.setdefault((way, changes[i].dtype), []).append(i)
@@ -95,28 +95,30 @@ class BufferSync:
                 self._live(i).copy_(taken(before, changes[i]))
         self.mark()
 
-    def _agree(self, changes: Sequence[Tensor], rows: int) -> tuple[list[bool], list[int], dict[int, Way]]:
+    def _agree(
+        self, changes: Sequence[Tensor], rows: int, forwards: int
+    ) -> tuple[list[bool], list[int], dict[int, Way]]:
         """Return which tensors moved anywhere, each replica's rows, and what becomes of those that moved.
 
         Args:
             changes: of each tensor, `[N]`, as `change_of` gives them.
-            rows: samples of this replica.
+            rows, forwards: of this replica.
 
         Raises:
             TrainingError: a new value is lost in its change, on any replica.
         """
         count, size = len(changes), self._size
         looked = len(self._uncertain)
-        facts = changes[0].new_zeros(count + size + (4 * size + 1) * looked, dtype=torch.float64)
+        facts = changes[0].new_zeros(count + size + (5 * size + 1) * looked, dtype=torch.float64)
         facts[:count] = torch.stack([(change != 0).any() for change in changes])
         facts[count + self._rank] = rows
-        table = facts[count + size : count + size + 4 * size * looked].view(-1, size, 4)
+        table = facts[count + size : count + size + 5 * size * looked].view(-1, size, 5)
         if rows and looked:
             facts[-looked:] = torch.stack(
                 [is_lost(self._before[i], self._live(i), changes[i]) for i in self._uncertain]
             )
         for place, i in enumerate(self._uncertain):
-            table[place, self._rank] = torch.cat([_digest(changes[i]), facts_of(changes[i], rows)])
+            table[place, self._rank] = torch.cat([_digest(changes[i]), facts_of(changes[i], rows, forwards)])
         dist.all_reduce(facts, group=self._group)
         told = facts.tolist()
         for i, is_so in zip(self._uncertain, told[len(told) - looked :], strict=True):
@@ -126,12 +128,12 @@ class BufferSync:
         busy = [rank for rank in range(size) if all_rows[rank]]
         ways: dict[int, Way] = {}
         for i in (i for i in range(count) if anywhere[i]):
-            of_ranks = table[self._uncertain.index(i)].tolist() if i in self._uncertain else [[0.0] * 4] * size
+            of_ranks = table[self._uncertain.index(i)].tolist() if i in self._uncertain else [[0.0] * 5] * size
             own = [of_ranks[rank] for rank in busy]
             name, policy, is_whole = self._facts[i]
             way, is_told = way_of(
                 name, policy, is_whole, all(one[:2] == own[0][:2] for one in own),
-                [ChangeFacts(bool(one[2]), bool(one[3])) for one in own], [all_rows[rank] for rank in busy], self._counted,
+                [ChangeFacts(*map(bool, one[2:])) for one in own], [all_rows[rank] for rank in busy], self._counted,
             )  # fmt: skip
             if is_told:
                 self.unlike.add(name)

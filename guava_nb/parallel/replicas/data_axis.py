@@ -110,17 +110,17 @@ class DataAxis:
         if self.summing:
             self.summing.end()
 
-    def finish(self, named: Mapping[str, nn.Parameter], rows: int) -> Collection[str]:
-        """Complete all sums of the step, of which this replica had `rows` samples; returns `BufferSync.unlike`.
+    def finish(self, named: Mapping[str, nn.Parameter], rows: int, forwards: int) -> Collection[str]:
+        """Complete all sums of the step, of which this replica had `rows` samples in so many forwards.
 
-        Then `apart` tells on the device whether `settle` has something to do.
+        Returns `BufferSync.unlike`. Then `apart` tells on the device whether `settle` has something to do.
         """
         self.apart = self.summing.finish() if self.summing else None
         if self.sharded:
             self.sharded.drop_unused(named)
         if self.buffers is None:
             return ()
-        self.buffers.finish(rows)
+        self.buffers.finish(rows, forwards)
         return self.buffers.unlike
 
     def settle(self) -> None:

@@ -188,7 +188,9 @@ def test_probabilities_of_a_model_that_ends_in_a_softmax_are_shown_as_they_are(
 
 
 @given(SIZES, st.integers(0, 99))
-def test_classes_that_do_not_exclude_each_other_have_each_their_own_probability(size: tuple[int, int], seed: int) -> None:
+def test_classes_that_do_not_exclude_each_other_have_each_their_own_probability(
+    size: tuple[int, int], seed: int
+) -> None:
     rows, classes = size
     logits = outputs_of(rows, classes, seed)
     each = torch.sigmoid(logits).numpy()

@@ -22,12 +22,18 @@ from guava_nb.parallel.replicas.buffer_policy import (
 
 
 def merged(
-    changes: list[Any], rows: list[int], policy: str = "auto", name: str = "x", counted: dict[str, bool] | None = None
+    changes: list[Any],
+    rows: list[int],
+    policy: str = "auto",
+    name: str = "x",
+    counted: dict[str, bool] | None = None,
+    forwards: list[int] | None = None,
 ) -> tuple[list[float], bool]:
     """What becomes of changes, and whether a person is told."""
     tensors = [torch.tensor(change) for change in changes]
     facts = [
-        ChangeFacts(*map(bool, facts_of(change, count).tolist())) for change, count in zip(tensors, rows, strict=True)
+        ChangeFacts(*map(bool, facts_of(*one).tolist()))
+        for one in zip(tensors, rows, forwards or [1] * len(rows), strict=True)
     ]
     alike = all(torch.equal(tensors[0], one) for one in tensors)
     way, is_told = way_of(
@@ -119,6 +125,34 @@ def _net(frozen: int, trained: int) -> nn.Module:
     return net
 
 
+@pytest.mark.parametrize("number", [int, float])
+@pytest.mark.parametrize(
+    ("changes", "rows", "forwards", "known", "becomes", "is_told"),
+    [
+        ([2, 2], [4, 4], [2, 2], None, 2, False),  # a counter of forwards
+        ([2, 2], [2, 2], [2, 2], None, 2, True),  # of forwards or of samples, which one each does not tell
+        ([2, 2], [2, 2], [2, 2], False, 2, False),  # it was one of forwards before
+        ([2, 2], [2, 2], [2, 2], True, 4, False),  # it was one of samples before
+        ([2, 1], [3, 1], [2, 1], None, 2, False),  # of forwards; a batch had fewer samples than there are workers
+        ([2, 1], [2, 1], [2, 1], False, 2, False),
+        ([4, 2], [4, 2], [2, 1], None, 6, False),  # of samples
+        ([3], [3], [3], None, 3, False),  # one worker alone had samples
+    ],
+)
+def test_counters_of_several_batches_in_one_step(
+    number: type,
+    changes: list[int],
+    rows: list[int],
+    forwards: list[int],
+    known: bool | None,
+    becomes: int,
+    is_told: bool,
+) -> None:
+    counted = {} if known is None else {"x": known}
+    found = merged([[number(one)] for one in changes], rows, counted=counted, forwards=forwards)
+    assert found == ([becomes], is_told)
+
+
 def test_parameters_without_gradient_are_followed_where_a_copy_is_small() -> None:
     def names(net: nn.Module) -> list[str]:
         return [name for name, _ in followed_parameters(net)]
@@ -132,9 +166,9 @@ def test_no_change_counts_nothing() -> None:
     def told(change: Tensor) -> list[float]:
         return facts_of(change, 3).tolist()
 
-    assert told(torch.zeros(2)) == [0.0, 0.0]
-    assert told(torch.ones(3)) == [1.0, 1.0]
-    assert told(torch.tensor([1.5, 1.5])) == [0.0, 0.0]
+    assert told(torch.zeros(2)) == [0.0, 0.0, 1.0]
+    assert told(torch.ones(3)) == [1.0, 1.0, 1.0]
+    assert told(torch.tensor([1.5, 1.5])) == [0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
