@@ -2,8 +2,8 @@
 
 Read before and after a forward, and put back, so that a batch that is only looked at leaves nothing behind. Knows Python's
 objects; knows no batch and no worker. Of a module of the user's own it sees names that a function there declares `global`,
-small containers and objects, iterators that count, attributes of classes, and what functions hold: attributes, containers among
-their defaults, variables of the function around them. Which parameters take gradients is kept in Python
+small containers, tensors, arrays and objects, iterators that count, attributes of classes, and what functions hold: attributes,
+containers among their defaults, variables of the function around them. Which parameters take gradients is kept in Python
 too. Of installed packages it sees nothing.
 """
 
@@ -104,7 +104,9 @@ class PythonState:
 
     def restore(self, but: Set[str] = frozenset()) -> None:
         """Put back what was there at first, except in these places."""
-        moved = set(self.moved(self.read())) - but
+        # An iterator that counts cannot be set back: each measurement counts with a new one, and the first stays as it was.
+        counts = {name for name, (_, saved) in self._first.items() if isinstance(saved, itertools.count)}
+        moved = {*self.moved(self.read()), *counts} - but
         for owner in self._owners:
             for key, name, value in owner.items():
                 if name not in moved:
@@ -296,7 +298,8 @@ def _of_function(function: types.FunctionType, seen: set[int]) -> Iterator[_Owne
 
 def _is_filled(value: Any) -> bool:
     """Whether a value changes where it is, and is small."""
-    is_small = isinstance(value, dict | list | set | deque) and _is_small(value)
+    is_plain = type(value) is np.ndarray or (type(value) is Tensor and not value.requires_grad)
+    is_small = (is_plain or isinstance(value, dict | list | set | deque)) and _is_small(value)
     return is_small or isinstance(value, (itertools.count, *STREAMS))
 
 
@@ -463,12 +466,12 @@ def _is_small(value: Any) -> bool:
     found: dict[str, Any] = {}
     if isinstance(value, list | dict | set | deque) and len(value) > _MOST_VALUES:
         return False
-    if isinstance(value, Tensor):
-        return value.numel() <= 1 << 16
+    if isinstance(value, Tensor | np.ndarray):
+        return math.prod(value.shape) <= 1 << 16 and value.dtype != object
     if isinstance(value, nn.Module | type | types.FunctionType | types.ModuleType):
         return False
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | deque) else ()
-    if any(isinstance(one, nn.Module | Tensor | np.ndarray) for one in inside) or isinstance(value, np.ndarray):
+    if any(isinstance(one, nn.Module | Tensor | np.ndarray) for one in inside):
         return False
     _flatten(value, "", found, set(), _MOST_VALUES)
     return len(found) <= _MOST_VALUES
@@ -487,6 +490,8 @@ def _refilled(value: Any, saved: Any) -> Any:
     elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.shape == saved.shape:
         with torch.no_grad():
             value.detach().copy_(saved)
+    elif isinstance(value, np.ndarray) and value.shape == saved.shape and value.flags.writeable:
+        value[...] = saved
     elif isinstance(value, STREAMS):
         put_back(value, place_in(saved))
     else:

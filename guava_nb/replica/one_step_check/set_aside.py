@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from guava_nb.spec.factories import Resolve
 from guava_nb.spec.own_code import is_own, users_function
@@ -19,6 +20,8 @@ __all__ = ["copying", "names_kept", "set_aside", "uncompiled"]
 
 #: What a factory may note itself in.
 _CONTAINERS = (list, dict, set, deque)
+#: Numbers that a tensor or an array may have in order to be put back.
+_MOST_NUMBERS = 1 << 20
 #: Modules of the user's that are looked into.
 _MOST_MODULES = 200
 
@@ -57,7 +60,7 @@ def copying(resolve: Resolve) -> Callable[[str], object]:
 
 @contextlib.contextmanager
 def names_kept(roots: Iterable[object]) -> Iterator[None]:
-    """Let names and containers of the user's modules hold the same objects after as before.
+    """Let names and containers of the user's modules hold the same objects after as before, and tensors the same numbers.
 
     A factory that is called once more may note its model there, for a loss that reads its weights; the run's must stay.
 
@@ -73,7 +76,8 @@ def names_kept(roots: Iterable[object]) -> Iterator[None]:
     held = [value for _, values in (*kept, *attributes) for name, value in values.items() if not name.startswith("__")]
     containers = [(value, copy.copy(value)) for value in held if type(value) in _CONTAINERS]
     try:
-        yield
+        with _numbers_kept(held):
+            yield
     finally:
         for names, values in kept:
             for name in names.keys() - values.keys():
@@ -87,6 +91,30 @@ def names_kept(roots: Iterable[object]) -> Iterator[None]:
             if not _holds_same(value, content):
                 value.clear()
                 (value.extend if isinstance(value, list | deque) else value.update)(content)
+
+
+@contextlib.contextmanager
+def _numbers_kept(held: Iterable[Any]) -> Iterator[None]:
+    """Let tensors and arrays, also inside containers and as buffers of modules, have the same numbers after as before."""
+    tensors, arrays = dict[int, Tensor](), dict[int, np.ndarray[Any, Any]]()
+    for value in held:
+        inside = value.values() if isinstance(value, dict) else value if type(value) in _CONTAINERS else [value]
+        for one in value.buffers() if isinstance(value, nn.Module) else list(inside):
+            if isinstance(one, np.ndarray) and one.size <= _MOST_NUMBERS and one.flags.writeable:
+                arrays[id(one)] = one
+            elif type(one) is Tensor and one.numel() <= _MOST_NUMBERS and not (one.requires_grad or one.is_inference()):
+                tensors[id(one)] = one
+    kept = [(one, one._version, one.detach().clone()) for one in tensors.values()]
+    copies = [(one, one.copy()) for one in arrays.values()]
+    try:
+        yield
+    finally:
+        for tensor, version, before in kept:
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(before)
+        for array, content in copies:
+            array[...] = content
 
 
 def _holds_same(value: Any, content: Any) -> bool:
