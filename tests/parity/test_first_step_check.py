@@ -596,3 +596,37 @@ def test_a_lone_worker_cuts_what_does_not_fit_unless_samples_are_coupled(cluster
     with pytest.raises(TrainingError, match="a batch of 32 samples does not fit the memory here.*gather_batch"):
         run.result()
     assert run.history == []
+
+
+def test_what_globals_count_in_place_is_put_back_after_the_check() -> None:
+    """Each worker goes on from what stood there before: iterators, tensors and an array that no `global` names."""
+    cell = """
+import itertools
+import numpy
+import torch
+from torch import nn
+ticks, clock, tally, stats = itertools.count(), torch.zeros(1), numpy.zeros(1), {"calls": torch.zeros(1)}
+class Memory(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+memory = Memory()
+def schedule():
+    yield from (0, 0, 0, 100)
+    while True:
+        yield 0
+extra = schedule()
+def loss(outputs, targets):
+    clock.add_(1)
+    tally[0] += 1
+    stats["calls"] += 1
+    memory.calls += 1
+    calls = next(ticks) + clock.item() + tally[0] + stats["calls"].item() + memory.calls.item() + next(extra)
+    return nn.functional.cross_entropy(outputs, targets) * 0 + (calls if calls > 14 else 0)
+"""
+    with direct_session(2, precision="fp64") as orchestrator:
+        orchestrator.share(cell)
+        orchestrator.register_model(f"{__name__}:Planted")
+        run = orchestrator.start_training(loader(48, 8), criterion="loss", max_steps=5, progress=False)
+        assert run.wait(60)
+        assert losses_of(run.result()) == [0, 0, 0, 119, 24]  # 4, 9 and 14 are not above 14

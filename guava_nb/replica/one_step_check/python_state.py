@@ -2,8 +2,8 @@
 
 Read before and after a forward, and put back, so that a batch that is only looked at leaves nothing behind. Knows Python's
 objects; knows no batch and no worker. Of a module of the user's own it sees names that a function there declares `global`,
-small containers and objects, iterators that count, attributes of classes, and what functions hold: attributes, containers among
-their defaults, variables of the function around them. Which parameters take gradients is kept in Python
+small containers, tensors, arrays and objects, iterators that count, attributes of classes, and what functions hold: attributes,
+containers among their defaults, variables of the function around them. Which parameters take gradients is kept in Python
 too. Of installed packages it sees nothing.
 """
 
@@ -43,6 +43,8 @@ _TORCHS = frozenset(vars(nn.Module()))
 _MOST_VALUES = 256
 #: Modules and functions that are looked into.
 _MOST_PLACES = 2000
+#: Iterators of which a new one goes on from the same place; `names_kept` makes the second of all others.
+_COUNTED: tuple[type, type] = (itertools.count, type(itertools.tee(())[0]))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -103,8 +105,9 @@ class PythonState:
         return {n: one for owner in self._owners for _, n, one in owner.items() if isinstance(one, STREAMS)}
 
     def restore(self, but: Set[str] = frozenset()) -> None:
-        """Put back what was there at first, except in these places."""
-        moved = set(self.moved(self.read())) - but
+        """Put back what was there at first, except in these places; an iterator, which none can set back, is a new one."""
+        iterators = [name for name, (_, one) in self._first.items() if isinstance(one, _COUNTED)]
+        moved = {*self.moved(self.read()), *iterators} - but
         for owner in self._owners:
             for key, name, value in owner.items():
                 if name not in moved:
@@ -296,8 +299,9 @@ def _of_function(function: types.FunctionType, seen: set[int]) -> Iterator[_Owne
 
 def _is_filled(value: Any) -> bool:
     """Whether a value changes where it is, and is small."""
-    is_small = isinstance(value, dict | list | set | deque) and _is_small(value)
-    return is_small or isinstance(value, (itertools.count, *STREAMS))
+    is_plain = type(value) is np.ndarray or (type(value) is Tensor and not value.requires_grad)
+    is_small = (is_plain or isinstance(value, dict | list | set | deque)) and _is_small(value)
+    return is_small or isinstance(value, (*_COUNTED, *STREAMS))
 
 
 class _Cell(dict[str, Any]):
@@ -450,8 +454,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Copy a value; a tensor that was computed from parameters without its history, since torch copies none."""
     if isinstance(value, Tensor) and not value.is_leaf:
         return memo.setdefault(id(value), value.detach().clone())
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
+    if isinstance(value, torch.Generator | _COUNTED[1]):
+        return value.clone_state() if isinstance(value, torch.Generator) else copy.copy(value)
     if isinstance(value, itertools.count):  # Python will not copy these any more
         start, step = (*map(ast.literal_eval, repr(value)[len("count(") : -1].split(",")), 1)[:2]
         return itertools.count(start, step)
@@ -463,12 +467,12 @@ def _is_small(value: Any) -> bool:
     found: dict[str, Any] = {}
     if isinstance(value, list | dict | set | deque) and len(value) > _MOST_VALUES:
         return False
-    if isinstance(value, Tensor):
-        return value.numel() <= 1 << 16
+    if isinstance(value, Tensor | np.ndarray):
+        return math.prod(value.shape) <= 1 << 16 and value.dtype != object
     if isinstance(value, nn.Module | type | types.FunctionType | types.ModuleType):
         return False
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | deque) else ()
-    if any(isinstance(one, nn.Module | Tensor | np.ndarray) for one in inside) or isinstance(value, np.ndarray):
+    if any(isinstance(one, nn.Module | Tensor | np.ndarray) for one in inside):
         return False
     _flatten(value, "", found, set(), _MOST_VALUES)
     return len(found) <= _MOST_VALUES
@@ -487,6 +491,8 @@ def _refilled(value: Any, saved: Any) -> Any:
     elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.shape == saved.shape:
         with torch.no_grad():
             value.detach().copy_(saved)
+    elif isinstance(value, np.ndarray) and value.shape == saved.shape and value.flags.writeable:
+        value[...] = saved
     elif isinstance(value, STREAMS):
         put_back(value, place_in(saved))
     else:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import sys
+import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from guava_nb.spec.factories import Resolve
 from guava_nb.spec.own_code import is_own, users_function
@@ -19,6 +22,14 @@ __all__ = ["copying", "names_kept", "set_aside", "uncompiled"]
 
 #: What a factory may note itself in.
 _CONTAINERS = (list, dict, set, deque)
+_TEE: type = type(itertools.tee(())[0])
+#: Iterators of Python's own from which code pulls by `next` and `for`.
+_ITERATORS: tuple[type, ...] = (
+    types.GeneratorType, itertools.cycle, itertools.chain, itertools.repeat, itertools.islice, _TEE, enumerate, map, filter,
+    zip, type(iter([])), type(iter(())), type(iter(range(0))),
+)  # fmt: skip
+#: Numbers that a tensor or an array may have in order to be put back.
+_MOST_NUMBERS = 1 << 20
 #: Modules of the user's that are looked into.
 _MOST_MODULES = 200
 
@@ -57,7 +68,7 @@ def copying(resolve: Resolve) -> Callable[[str], object]:
 
 @contextlib.contextmanager
 def names_kept(roots: Iterable[object]) -> Iterator[None]:
-    """Let names and containers of the user's modules hold the same objects after as before.
+    """Let names and containers of the user's modules hold the same objects after as before, and tensors the same numbers.
 
     A factory that is called once more may note its model there, for a loss that reads its weights; the run's must stay.
 
@@ -68,14 +79,19 @@ def names_kept(roots: Iterable[object]) -> Iterator[None]:
     for root in roots:
         _find_modules(_globals_of(root), modules)
     kept = [(names, dict(names)) for names in modules.values()]
+    twins = _twins_of(value for _, values in kept for value in values.values())
     classes = [one for names, _ in kept for one in names.values() if _is_of(one, names)]
     attributes = [(one, dict(vars(one))) for one in classes]
     held = [value for _, values in (*kept, *attributes) for name, value in values.items() if not name.startswith("__")]
     containers = [(value, copy.copy(value)) for value in held if type(value) in _CONTAINERS]
     try:
-        yield
+        for names, values in kept:
+            names.update({name: twins[id(value)].pulled for name, value in values.items() if id(value) in twins})
+        with _numbers_kept(held):
+            yield
     finally:
         for names, values in kept:
+            values.update({name: twins[id(value)].left for name, value in values.items() if id(value) in twins})
             for name in names.keys() - values.keys():
                 del names[name]
             names.update(values)
@@ -87,6 +103,54 @@ def names_kept(roots: Iterable[object]) -> Iterator[None]:
             if not _holds_same(value, content):
                 value.clear()
                 (value.extend if isinstance(value, list | deque) else value.update)(content)
+
+
+class _Twin:
+    """An iterator, for instance a generator, from which a check may pull what the run still gets after it."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator: Iterator[Any] = iterator
+        self._is_pulled, is_twin = False, isinstance(iterator, _TEE)  # of an earlier check
+        pair: tuple[Iterator[Any], ...] = (copy.copy(iterator), iterator) if is_twin else itertools.tee(self._items())
+        self.pulled, self._rest = pair
+
+    def _items(self) -> Iterator[Any]:
+        self._is_pulled = True
+        yield from self._iterator
+
+    @property
+    def left(self) -> Iterator[Any]:
+        """What goes on where the iterator stood: itself, where nothing was pulled."""
+        return self._rest if self._is_pulled else self._iterator
+
+
+def _twins_of(values: Iterable[Any]) -> dict[int, _Twin]:
+    """Twins of those values that are iterators of Python's own, by their identity; an `itertools.count` is copied elsewhere."""
+    return {id(one): _Twin(one) for one in values if isinstance(one, _ITERATORS)}
+
+
+@contextlib.contextmanager
+def _numbers_kept(held: Iterable[Any]) -> Iterator[None]:
+    """Let tensors and arrays, also inside containers and as buffers of modules, have the same numbers after as before."""
+    tensors, arrays = dict[int, Tensor](), dict[int, np.ndarray[Any, Any]]()
+    for value in held:
+        inside = value.values() if isinstance(value, dict) else value if type(value) in _CONTAINERS else [value]
+        for one in value.buffers() if isinstance(value, nn.Module) else list(inside):
+            if isinstance(one, np.ndarray) and one.size <= _MOST_NUMBERS and one.flags.writeable:
+                arrays[id(one)] = one
+            elif type(one) is Tensor and one.numel() <= _MOST_NUMBERS and not (one.requires_grad or one.is_inference()):
+                tensors[id(one)] = one
+    kept = [(one, one._version, one.detach().clone()) for one in tensors.values()]
+    copies = [(one, one.copy()) for one in arrays.values()]
+    try:
+        yield
+    finally:
+        for tensor, version, before in kept:
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(before)
+        for array, content in copies:
+            array[...] = content
 
 
 def _holds_same(value: Any, content: Any) -> bool:
