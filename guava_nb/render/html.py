@@ -12,6 +12,7 @@ from html import escape
 from guava_nb.render.charts import SMOOTHING, Scales, charts_of
 from guava_nb.render.redact import redact
 from guava_nb.render.svg import charts_html
+from guava_nb.render.text import filled
 from guava_nb.render.view import Progress, Table, View
 
 __all__ = ["Charts", "lines_html", "table_html", "to_html"]
@@ -101,20 +102,10 @@ def _pieces(table: Table) -> list[list[int]]:
     if not table.columns:
         return [list(range(count))]
     widths = [max(_least_width(row[k], k == 0) for row in (table.columns, *table.rows)) + 1 for k in range(count)]
-    fewest, room = _filled(widths, _NARROW), _NARROW
-    while room > 1 and len(_filled(widths, room - 1)) == len(fewest):  # evenly full, not a last one with one column
+    fewest, room = filled(widths, _NARROW), _NARROW
+    while room > 1 and len(filled(widths, room - 1)) == len(fewest):  # evenly full, not a last one with one column
         room -= 1
-    return _filled(widths, room)
-
-
-def _filled(widths: Sequence[int], room: int) -> list[list[int]]:
-    pieces, used = [[0]], widths[0]
-    for k in range(1, len(widths)):
-        if len(pieces[-1]) > 1 and used + widths[k] > room:
-            pieces, used = [*pieces, [0]], widths[0]
-        pieces[-1].append(k)
-        used += widths[k]
-    return pieces
+    return filled(widths, room)
 
 
 def _least_width(cell: str, is_name: bool) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from guava_nb.render.redact import redact
 from guava_nb.render.view import Table, View
 
-__all__ = ["WIDTH", "table_text", "to_text"]
+__all__ = ["WIDTH", "filled", "table_text", "to_text"]
 
 #: Characters that a line of a table takes at most, if its columns can be set below each other.
 WIDTH = 110
@@ -28,19 +28,19 @@ def table_text(table: Table) -> str:
     header = [table.columns] if table.columns else []
     rows = [[_one_line(cell) for cell in row] for row in (*header, *table.rows)]
     widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
-    pieces = _pieces(widths) if table.columns else [list(range(len(widths)))]
+    pieces = filled([len(_GAP) + width for width in widths], WIDTH) if table.columns else [list(range(len(widths)))]
     lines = [line for piece in pieces for line in _lines(rows, widths, piece, bool(header))]
     return "\n".join([f"{table.title}:", *_indent(lines)] if table.title else _indent(lines))
 
 
-def _pieces(widths: Sequence[int]) -> list[list[int]]:
-    """Numbers of the columns that stand beside each other; each piece begins with the first column, which tells who."""
+def filled(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Return numbers of the columns that stand beside each other; each piece begins with the first column, which tells who."""
     pieces, used = [[0]], widths[0]
     for column in range(1, len(widths)):
-        if len(pieces[-1]) > 1 and len(_GAP) + used + len(_GAP) + widths[column] > WIDTH:
+        if len(pieces[-1]) > 1 and used + widths[column] > room:
             pieces, used = [*pieces, [0]], widths[0]
         pieces[-1].append(column)
-        used += len(_GAP) + widths[column]
+        used += widths[column]
     return pieces
 
 
