@@ -14,10 +14,10 @@ from IPython.core.error import UsageError
 from guava_nb.errors import GuavaError
 from guava_nb.notebook.line_words import near
 from guava_nb.protocol.messages import Cell
-from guava_nb.spec.cell_checks import check_syntax, undefined_names
+from guava_nb.spec.cell_checks import bound_names, check_syntax, undefined_names
 from guava_nb.spec.training_options import option_infos
 
-__all__ = ["SharedCells", "cell_name", "defined_names"]
+__all__ = ["SharedCells", "cell_name"]
 
 
 class SharedCells:
@@ -94,7 +94,7 @@ class SharedCells:
 
     def defined(self) -> list[str]:
         """What shared cells define, by name."""
-        return sorted({name for text in self._texts.values() for name in defined_names(text)})
+        return sorted({name for text in self._texts.values() for name in bound_names(text)})
 
     def undefined(self, name: str) -> list[str]:
         """Sentences on names that a shared cell uses and no shared cell defines so far."""
@@ -142,19 +142,6 @@ def _cell_id(shell: Any) -> str:
     parent = getattr(shell, "parent_header", None) or {}
     metadata = parent.get("metadata", {}) if isinstance(parent, dict) else {}
     return str(metadata.get("cellId") or metadata.get("cell_id") or "")
-
-
-def defined_names(text: str) -> set[str]:
-    """Names that a cell defines at its top level: classes, functions, imports, simple assignments."""
-    names: set[str] = set()
-    for statement in ast.parse(text).body:
-        if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            names.add(statement.name)
-        elif isinstance(statement, ast.Import | ast.ImportFrom):
-            names.update((alias.asname or alias.name).partition(".")[0] for alias in statement.names)
-        else:
-            names.update(n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-    return names
 
 
 def _first_definition(text: str) -> str:

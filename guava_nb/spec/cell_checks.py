@@ -22,6 +22,7 @@ from guava_nb.errors import SourceError
 from guava_nb.protocol.messages import Cell
 
 __all__ = [
+    "bound_names",
     "cells_behind",
     "cells_left_out",
     "check_syntax",
@@ -91,7 +92,7 @@ def cells_left_out(cells: Sequence[Cell]) -> tuple[dict[str, str], dict[str, str
         SourceError: another cell defines the same name as one of them, so which is meant cannot be told.
     """
     kept, found = list(cells), dict[str, str]()
-    bound = {cell.name: _bound_names(cell.text) for cell in cells}
+    bound = {cell.name: bound_names(cell.text) for cell in cells}
     while undefined := list(_undefined(kept)):
         for cell, name, sentence in undefined:
             behind = next((one for one in found if name in bound[one]), "")
@@ -137,7 +138,7 @@ def _undefined_sentence(name: str, cells: Sequence[Cell], index: int, lines: Seq
     used = f"name {name!r} is used in cell {cells[index].name!r} (line{several} {numbers})"
     if name in _KERNEL_ONLY:
         return f"{used} but exists only in a notebook's kernel; leave it out of %%guava_share cells"
-    later = [cell.name for cell in cells[index:] if name in _bound_names(cell.text)]
+    later = [cell.name for cell in cells[index:] if name in bound_names(cell.text)]
     if later[:1] == [cells[index].name]:
         return f"{used} before that cell defines it; move the definition up"
     if later:
@@ -165,7 +166,7 @@ def _import_of(name: str) -> str:
     return f"from {module} import {name}" if is_imported else ""
 
 
-def _bound_names(text: str) -> set[str]:
+def bound_names(text: str) -> set[str]:
     """Names that a cell defines for the others."""
     names: set[str] = set()
     for statement in ast.parse(text).body:
@@ -185,7 +186,7 @@ def _bound_names(text: str) -> set[str]:
 def cells_behind(name: str, cells: Sequence[Cell]) -> set[str]:
     """Return the names of the cells that define a shared name and, step by step, what those use."""
     trees = {cell.name: ast.parse(cell.text) for cell in cells}
-    bound = {cell.name: _bound_names(cell.text) for cell in cells}
+    bound = {cell.name: bound_names(cell.text) for cell in cells}
     wanted, found = {name.partition(".")[0]}, set[str]()
     while more := {cell for cell, names in bound.items() if cell not in found and names & wanted}:
         found |= more

@@ -140,7 +140,7 @@ def _on_other_lines(kernel: Kernel, folder: Path) -> None:
     kernel.run("%guava_share --forget half")
     kernel.run(f"{TRAIN} --max-steps 1 --out run\n%guava_save {folder}/net.pt")
     for cell, wanted in [
-        (f"%guava_resume {folder}/net.pt --model Wide", "only.weight"),
+        (f"%guava_resume {folder}/net.pt --model Wide\n%guava_validate --data train", "belongs to another model"),
         ("%guava_save /nonexistent/net.pt", "there is no folder /nonexistent"),
         ("%guava_up --workers 0", "0 is not 1 or more"),
         ("%guava_up --local 99999", "give a smaller number"),
@@ -153,6 +153,11 @@ def _on_other_lines(kernel: Kernel, folder: Path) -> None:
         ("%guava_worker guava1:abc", "the join code is cut off"),
     ]:
         answer(kernel, cell, wanted)
+    # Nothing is learnt by a rate of 0, so the second validation is no better; the table says the rate, though it is 0.
+    kernel.run(f"from guava_nb import Callback\nstop = Callback()\n%cd -q {folder}")
+    told = kernel.run(f"{TRAIN} --val test --epochs 9 --lr 0 --patience 1 --save-best best.pt --callbacks stop --log csv -o run")
+    assert "learning rate" in told and kernel.run("run.status().epoch, len(run.validations)").strip() == "(2, 2)", told
+    assert (folder / "best.pt").exists() and list(folder.glob("checkpoints/*.csv"))
     kernel.run(f"{TRAIN} --epochs 500 --detach")
     answer(kernel, TRAIN, "a run is going on; %guava_status shows it")
     answer(kernel, "%guava_validate --data train", "%guava_stop")

@@ -102,6 +102,8 @@ def _cells(kernel: Kernel) -> None:
     for cell, wanted in [
         ("%%guava_px --on local-3\n1", "no worker that is connected is called 'local-3'; there are: local-"),
         ("%%guava_px\n!nvidia-smi", "without %%guava_px"),
+        ("%%guava_px\ninput('name? ')", "a worker has no keyboard"),
+        ("%%guava_px\nbreakpoint()", "a worker has no keyboard"),
         ("%guava_pull pidz", "did you mean pids?"),
         ("%guava_pip --on local-1 'torch==1.0'", "pip refused"),
     ]:
