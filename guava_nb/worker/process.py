@@ -110,19 +110,16 @@ def _work(order: dict[str, Any], orders: TextIO) -> int:
                 report=report, options=link_options(config), on_stuck=partial(_end_blocked, report),
             )  # fmt: skip
 
-        listen = order["listen"]
-        reason = (
-            _dial(new_member(), orders, tell)
-            if code is not None
-            else _be_dialled(new_member, config, listen, orders, tell)
-        )
+        if code is not None:
+            reason = _dial(new_member(), orders, tell)
+        else:
+            reason = _be_dialled(new_member, config, order["listen"], orders, tell)
     except GuavaError as error:
         report("failed", -1, str(error), error=type(error).__name__)
         return EXIT_AGAIN if type(error).__name__ == "DeviceLost" else EXIT_REFUSED
     finally:
         for stream in (sys.stdout, sys.stderr):
-            finish = getattr(stream, "finish", None)
-            if finish is not None:
+            if finish := getattr(stream, "finish", None):
                 finish()
     report("left", -1, reason)
     return EXIT_OK

@@ -28,7 +28,7 @@ TRAIN = "%guava_train --model Net --data train --loss slow_loss --optimizer SGD 
 
 
 #: Seconds instead of a quarter of a minute.
-SHORT_SLEEP = "from guava_nb.cluster import cluster, notices\ncluster._LOOK_S, notices.STOOD_S = 0.2, 1.0"
+SHORT_SLEEP = "from guava_nb.cluster import notices\nnotices.LOOK_S, notices.STOOD_S = 0.2, 1.0"
 
 
 def _a_sleep(kernel: Kernel) -> None:
