@@ -63,8 +63,6 @@ log = logging.getLogger(__name__)
 
 Buffers = Sequence[memoryview]
 
-#: Seconds after which the dispatcher looks whether this process stood still, where no event came.
-_LOOK_S = 5.0
 _NOT_FOR_JOBS = (Hello, Log, Leave, Energy)
 
 
@@ -156,7 +154,7 @@ class Cluster:
             self._events.put(event)
 
     def _dispatch(self) -> None:
-        while (event := self._next_event()) is not None:
+        while (event := self._standstill.next_of(self._events, self.tell)) is not None:
             if isinstance(event, threading.Event):
                 event.set()
                 continue
@@ -166,17 +164,6 @@ class Cluster:
                 log.warning("event of a session was dropped: %s", error)
             except Exception:  # without this thread no run would learn of a lost worker: it would wait for ever
                 log.exception("event of a session was dropped")
-
-    def _next_event(self) -> Event | threading.Event | None:
-        while True:
-            self._standstill.wait()
-            try:
-                return self._events.get(timeout=_LOOK_S)
-            except queue.Empty:
-                pass
-            finally:
-                if told := self._standstill.look(_LOOK_S):
-                    self.tell(told)
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, MessageArrived):

@@ -5,17 +5,21 @@ Warnings come through `logging`, from any thread; a library must not print them 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from guava_nb.cluster.report_checks import shown_text
 from guava_nb.config.units import show_time
 
 __all__ = ["LineBreaks", "Notices", "Standstill"]
 
+_T = TypeVar("_T")
 #: Sentences kept; older ones are forgotten.
 KEPT = 100
 #: Characters of a sentence that are kept: names and reasons in it may come from a worker.
@@ -26,6 +30,8 @@ OFTEN, OFTEN_S = 4, 120.0
 
 #: A wait that lasted so much longer than it was to last, in seconds, while this process computed less than this part of it.
 STOOD_S, IDLE_PART = 15.0, 0.2
+#: Seconds of one wait for an event.
+LOOK_S = 5.0
 #: A clock that counts while the machine sleeps. Linux's monotonic one does not.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
 
@@ -61,6 +67,17 @@ class Standstill:
             f"the orchestrator's process stood still for {show_time(waited_s)} (from {begin} to {end}), as when a laptop sleeps; "
             "workers whose connections broke meanwhile open them again, and work goes on where it stood"
         )
+
+    def next_of(self, events: SimpleQueue[_T], tell: Callable[[str], None]) -> _T:
+        """Wait for the next event; tells when this process stood still meanwhile."""
+        got: list[_T] = []
+        while not got:
+            self.wait()
+            with contextlib.suppress(Empty):
+                got.append(events.get(timeout=LOOK_S))
+            if told := self.look(LOOK_S):
+                tell(told)
+        return got[0]
 
     def wait(self, now: float | None = None, cpu_s: float | None = None) -> None:
         """A wait begins."""

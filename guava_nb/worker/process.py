@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
+import io
 import json
 import os
 import signal
@@ -48,16 +49,40 @@ FIGURES_S = 1.0
 def main() -> int:
     """Run one worker until its session ends; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the notebook; it reaches us as "leave"
-    order = json.loads(sys.stdin.readline())
+    orders = _take_orders()
+    order = json.loads(orders.readline())
     if order.get("threads"):
         os.environ.setdefault("OMP_NUM_THREADS", str(order["threads"]))
     with loading_without_collections():
         importlib.import_module("guava_nb.worker.worker_session")  # and torch
     gc.freeze()  # what was loaded stays: no later collection need look at it
-    return _work(order)
+    return _work(order, orders)
 
 
-def _work(order: dict[str, Any]) -> int:
+class _NoKeyboard(io.TextIOBase):
+    """Standard input of the user's code: what asks there would wait for ever."""
+
+    def readline(self, size: int | None = -1, /) -> str:
+        """Say that there is none."""
+        raise RuntimeError(
+            "a worker has no keyboard: take input() and breakpoint() out of what runs here; what is printed here can be seen by "
+            "%guava_log"
+        )
+
+    read = readline
+
+
+def _take_orders() -> TextIO:
+    """Return the pipe by which orders come, out of reach of the user's code, whose input() would swallow them."""
+    orders = open(os.dup(0), encoding="utf-8")  # noqa: SIM115 - open as long as the process runs
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    sys.stdin = _NoKeyboard()
+    return orders
+
+
+def _work(order: dict[str, Any], orders: TextIO) -> int:
     import torch
 
     from guava_nb.config import DistributedConfig
@@ -85,15 +110,16 @@ def _work(order: dict[str, Any]) -> int:
                 report=report, options=link_options(config), on_stuck=partial(_end_blocked, report),
             )  # fmt: skip
 
-        listen = order["listen"]
-        reason = _dial(new_member(), tell) if code is not None else _be_dialled(new_member, config, listen, tell)
+        if code is not None:
+            reason = _dial(new_member(), orders, tell)
+        else:
+            reason = _be_dialled(new_member, config, order["listen"], orders, tell)
     except GuavaError as error:
         report("failed", -1, str(error), error=type(error).__name__)
         return EXIT_AGAIN if type(error).__name__ == "DeviceLost" else EXIT_REFUSED
     finally:
         for stream in (sys.stdout, sys.stderr):
-            finish = getattr(stream, "finish", None)
-            if finish is not None:
+            if finish := getattr(stream, "finish", None):
                 finish()
     report("left", -1, reason)
     return EXIT_OK
@@ -117,16 +143,16 @@ def _teller() -> Tell:
     return tell
 
 
-def _dial(member: WorkerSession, tell: Tell) -> str:
+def _dial(member: WorkerSession, orders: TextIO, tell: Tell) -> str:
     _tee(member.send)
-    _obey(member.loop.leave, member.redirect)
+    _obey(orders, member.loop.leave, member.redirect)
     member.loop.keeper.on_saved = partial(tell, {"saved": True})
     with _figures_told(member.figures, tell):
         return member.run()
 
 
 def _be_dialled(
-    new_member: Callable[[], WorkerSession], config: DistributedConfig, listen: list[Any], tell: Tell
+    new_member: Callable[[], WorkerSession], config: DistributedConfig, listen: list[Any], orders: TextIO, tell: Tell
 ) -> str:
     from guava_nb.link.options import link_options
     from guava_nb.worker.listening import ListeningLoop
@@ -135,7 +161,7 @@ def _be_dialled(
     listening = ListeningLoop(new_member, link_options(config), host, port, config.tls)
     code = listening.open()
     _tee(listening.send)
-    _obey(lambda reason: listening.leave())
+    _obey(orders, lambda reason: listening.leave())
     try:
         with _figures_told(listening.figures, tell):
             # The code goes to the process that started this one, through the pipe, and into no log.
@@ -190,13 +216,13 @@ def _tee(send: Callable[[Message], None]) -> None:
     sys.stderr = LineTee(sys.stderr, "stderr", emit)
 
 
-def _obey(leave: Callable[[str], None], redirect: Callable[[JoinCode], None] | None = None) -> None:
+def _obey(orders: TextIO, leave: Callable[[str], None], redirect: Callable[[JoinCode], None] | None = None) -> None:
     def on_end(number: int, frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends it at once
         leave("its machine asked it to end (SIGTERM)")
 
     signal.signal(signal.SIGTERM, on_end)  # Slurm, Kubernetes, a spot machine that is taken away
-    threading.Thread(target=_listen, args=(leave, redirect, sys.stdin), name="guava-orders", daemon=True).start()
+    threading.Thread(target=_listen, args=(leave, redirect, orders), name="guava-orders", daemon=True).start()
 
 
 def _listen(leave: Callable[[str], None], redirect: Callable[[JoinCode], None] | None, orders: TextIO) -> None:

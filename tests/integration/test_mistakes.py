@@ -59,6 +59,13 @@ real, empty = rows(torch.randn(40, 64), torch.rand(40)), rows(torch.randn(0, 64)
 class Mine(nn.Module):
     pass
 """
+BAD_CALLBACK = """
+class Bad(Callback):
+    def on_step(self, *args):
+        raise ValueError("mine")
+
+bad = Bad()
+"""
 #: Words behind a line that is right, or in the place of its model or loss; all are answered before a run begins.
 WORDS = [
     ("--epochs 0", "0 is not 1 or more"), ("--epochs 1.5", "is not a whole number"), ("--lr fast", "is not a number"),
@@ -140,19 +147,31 @@ def _on_other_lines(kernel: Kernel, folder: Path) -> None:
     kernel.run("%guava_share --forget half")
     kernel.run(f"{TRAIN} --max-steps 1 --out run\n%guava_save {folder}/net.pt")
     for cell, wanted in [
-        (f"%guava_resume {folder}/net.pt --model Wide", "only.weight"),
+        (f"%guava_resume {folder}/net.pt --model Wide\n%guava_validate --data train", "belongs to another model"),
         ("%guava_save /nonexistent/net.pt", "there is no folder /nonexistent"),
         ("%guava_up --workers 0", "0 is not 1 or more"),
         ("%guava_up --local 99999", "give a smaller number"),
         ("%guava_up --loca 1", "did you mean --local?"),
         ("%guava_mode pipelines", "did you mean"),
         ("%guava_log nobody", "nobody"),
-        ("%guava_push nan,trian", "did you mean train?"),
+        ("%guava_push classes,trian", "did you mean train?"),
         ("%guava_predict --data train --top-k 0", "0 is not 1 or more"),
         ("%guava_runs run-99", "run-99"),
         ("%guava_worker guava1:abc", "the join code is cut off"),
     ]:
         answer(kernel, cell, wanted)
+    # Nothing is learnt by a rate of 0, so the second validation is no better; the table says the rate, though it is 0.
+    kernel.run(f"from guava_nb import Callback\nstop = Callback()\n%cd -q {folder}")
+    told = kernel.run(
+        f"{TRAIN} --val test --epochs 9 --lr 0 --patience 1 --save-best loss --callbacks stop --log csv -o run"
+    )
+    assert "learning rate" in told and kernel.run("run.status().epoch, len(run.validations)").strip() == "(2, 2)", told
+    kept = [path.name for path in (folder / "checkpoints").iterdir()]
+    assert [name for name in kept if "best" in name] and [name for name in kept if name.endswith(".csv")], kept
+    kernel.run(BAD_CALLBACK)
+    kernel.run(f"{TRAIN} --callbacks bad --detach -o run\nrun.wait()")
+    for _ in range(2):  # again as at first: raising it adds no frames
+        assert answer(kernel, "run.result()", "ValueError: mine").count("Cell In") == 2
     kernel.run(f"{TRAIN} --epochs 500 --detach")
     answer(kernel, TRAIN, "a run is going on; %guava_status shows it")
     answer(kernel, "%guava_validate --data train", "%guava_stop")

@@ -28,7 +28,7 @@ TRAIN = "%guava_train --model Net --data train --loss slow_loss --optimizer SGD 
 
 
 #: Seconds instead of a quarter of a minute.
-SHORT_SLEEP = "from guava_nb.cluster import cluster, notices\ncluster._LOOK_S, notices.STOOD_S = 0.2, 1.0"
+SHORT_SLEEP = "from guava_nb.cluster import notices\nnotices.LOOK_S, notices.STOOD_S = 0.2, 1.0"
 
 
 def _a_sleep(kernel: Kernel) -> None:
@@ -102,6 +102,8 @@ def _cells(kernel: Kernel) -> None:
     for cell, wanted in [
         ("%%guava_px --on local-3\n1", "no worker that is connected is called 'local-3'; there are: local-"),
         ("%%guava_px\n!nvidia-smi", "without %%guava_px"),
+        ("%%guava_px\ninput('name? ')", "a worker has no keyboard"),
+        ("%%guava_px\nbreakpoint()", "a worker has no keyboard"),
         ("%guava_pull pidz", "did you mean pids?"),
         ("%guava_pip --on local-1 'torch==1.0'", "pip refused"),
     ]:

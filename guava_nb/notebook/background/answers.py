@@ -15,9 +15,8 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from guava_nb.errors import ConfigError
+from guava_nb.errors import ConfigError, of_the_user
 from guava_nb.notebook.background.values import RunName, read_value, write_value
-from guava_nb.notebook.formatters import of_the_user
 from guava_nb.notebook.panel.blocking import Interrupted
 from guava_nb.notebook.panel.following import Following, News
 from guava_nb.notebook.panel.panel import Panel

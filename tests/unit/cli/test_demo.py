@@ -68,6 +68,7 @@ def test_defaults_and_every_option(tmp_path: Path) -> None:
         ("--shares 2,1,1", "--shares names 3 shares for 2 workers"),
         ("--shares 2,x", "must be numbers with commas"),
         ("--shares 1,0", "must be greater than 0"),
+        ("--workers 99999", "--workers 99999: a worker takes about 300.0 MB beside its model"),
         ("--report /nowhere/at/all.json", "there is no folder /nowhere/at"),
     ],
 )

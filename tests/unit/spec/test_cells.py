@@ -5,13 +5,16 @@ from __future__ import annotations
 import builtins
 import inspect
 import linecache
+import math
 import pickle
 import sys
 import traceback
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.utils.data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,6 +140,20 @@ def test_an_undefined_name_is_told_with_cell_and_remedy() -> None:
     )
     cells, names = ledger.left_out()
     assert list(cells) == ["model"] and list(names) == ["net"] and "'scale' is used in cell 'model'" in names["net"]
+
+
+def test_a_name_that_was_imported_here_is_told_with_its_line_and_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = types.SimpleNamespace(nn=torch.nn, math=math, DataLoader=torch.utils.data.DataLoader, scale=3, add=lambda: 3)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    (told,) = ledger_of(model="class Net(nn.Module):\n    layer = nn.ReLU\n").undefined_names()
+    assert told == (
+        "name 'nn' is used in cell 'model' (lines 1, 2) but no %%guava_share cell imports it; begin that cell with: "
+        "import torch.nn as nn"
+    )
+    told = " ".join(ledger_of(model="x = math.pi, DataLoader, scale, add").undefined_names())
+    assert "begin that cell with: import math" in told
+    assert "begin that cell with: from torch.utils.data.dataloader import DataLoader" in told
+    assert told.count("put its definition into") == 2  # what this notebook made itself
 
 
 def test_a_cell_with_an_undefined_name_blocks_only_what_uses_it() -> None:

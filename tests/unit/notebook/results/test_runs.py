@@ -79,3 +79,7 @@ def test_a_run_that_no_cell_shows_is_told_of_once_when_it_has_ended(notebook: An
     notebook.orchestrator.next_run = FakeRun(num_steps=2)
     notebook.run("%guava_train --model Net --loss L --data loader --detach")
     assert "ended:" not in notebook.run("%guava_status --follow").text + notebook.run("1").text, "it was shown"
+    notebook.orchestrator.next_run = FakeRun(num_steps=2)
+    notebook.run("run = %guava_train --model Net --loss L --data loader --detach")
+    told = notebook.run("while not run.wait(): pass\n%guava_down").text
+    assert "run-1 ended: done, step 2, loss 1." in told and "--follow" not in told, "nothing can be asked any more"
