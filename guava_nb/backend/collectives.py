@@ -1,7 +1,15 @@
 """Each collective as what goes out, what comes in, and what to do at the end.
 
 Knows torch's tensors and which bytes belong to which rank; knows nothing of sequences or connections. Every function
-returns an operation that a `Circle` can start, the tensors it writes, and the bytes that stand for them.
+returns an operation that a `GroupMember` can start, the tensors it writes, and the bytes that stand for them.
+
+In all of them:
+    place: of this rank.
+    tensor, output: of any shape and any dtype of `guava_nb.hub.typed_reduce`; the caller's memory, in use until it ends.
+    inputs, outputs: one tensor for each rank, or one tensor with an equal part for each, in the order of ranks.
+    result: what the work's future resolves to.
+    reduction: a name of `guava_nb.hub.typed_reduce`, such as "sum".
+    root, target: a rank of the group; `who` is its name in messages.
 """
 
 from __future__ import annotations
@@ -28,7 +36,12 @@ EVERYONE = -1
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands, and how patient it is."""
+    """Where this rank stands, and how patient it is.
+
+    Attributes:
+        rank, size: in the group, and of it.
+        timeout_s: of each operation.
+    """
 
     rank: int
     size: int
@@ -40,7 +53,7 @@ class Prepared:
     """A collective ready to start.
 
     Attributes:
-        operation: for `Circle.start`.
+        operation: for `GroupMember.start`.
         outputs: what the work's future resolves to.
         reads: bytes that go out.
         writes: bytes that land in a tensor at the end.
@@ -324,7 +337,7 @@ def send(place: Place, tensor: torch.Tensor, target: int, who: str) -> Prepared:
 
 
 def receive(place: Place, tensor: torch.Tensor, who: str, tag: int) -> tuple[Prepared, Slot]:
-    """From one rank, or from any; the slot is for `Circle.receive`."""
+    """From one rank, or from any; the slot is for `GroupMember.receive`."""
     staged = Staged(tensor, read=False, write=True)
     operation = Operation(f"{who} to send (tag {tag})", None, place.timeout_s)
     return Prepared(operation, [tensor], [], [staged]).finish_with(), _slot(staged, tensor.dtype)

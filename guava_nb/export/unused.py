@@ -44,7 +44,7 @@ def leaves_unused(model: nn.Module, spec: RunSpec, resolve: Resolve, look: Any) 
             torch.manual_seed(seed)
             batch = treated.train(_stand_in(look, first))
             model.zero_grad()
-            objective(model, batch, _ROWS if first else 1).value.backward()
+            torch.autograd.backward(objective(model, batch, _ROWS if first else 1).value)
             if any(one.requires_grad and one.grad is None for one in model.parameters()):
                 return True
     return False

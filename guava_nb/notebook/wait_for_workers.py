@@ -34,7 +34,7 @@ def wait_for_workers(
     Args:
         count: how many; None: all that the session expects.
         cell: the one to paste elsewhere, shown meanwhile; "" for none. It is taken away again when the waiting ends.
-        ui: one of `screen.UI_NAMES`.
+        ui: one of `settings.UI_NAMES`.
         panel: of the cell; what comes next takes its place there. In text the waiting has lines of its own.
         last: nothing comes next in this cell.
         look: called a few times a second meanwhile, in the cell's own thread.

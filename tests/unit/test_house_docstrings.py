@@ -153,3 +153,21 @@ def test_arguments_are_read_from_a_docstring() -> None:
         "Do.\n\nArgs:\n    one, *two: both.\n        more: of these\n    three (int): third.\n\nReturns:\n    four: no."
     )
     assert documented(text) >= {"one", "two", "three"} and "four" not in documented(text)
+
+
+#: Classes of others that only docstrings name.
+FOREIGN = {"BatchEncoding", "Unpack"}
+REFERENCE = re.compile(r"`([A-Z][a-z]\w*)(?:\.(\w+))?(?:\(\))?`")
+
+
+def test_classes_and_methods_that_docstrings_and_comments_name_exist() -> None:
+    """What else a rename leaves behind, in private code too."""
+    texts = {path: path.read_text(encoding="utf-8") for path in SOURCES}
+    known = FOREIGN.union(*(re.findall(r"(?<![`\w])[A-Z][a-z]\w*", text) for text in texts.values()))
+    wrong = []
+    for path, text in texts.items():
+        for owner, name in REFERENCE.findall(text):
+            is_ours = bool(name) and owner in bases() and bases()[owner] == []
+            if owner not in known or (is_ours and name not in attributes()[owner]):
+                wrong.append(f"{path.relative_to(ROOT)}: {owner}{'.' if name else ''}{name}")
+    assert not wrong, "\n".join(sorted(set(wrong)))

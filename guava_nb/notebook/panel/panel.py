@@ -90,7 +90,7 @@ class Panel:
 
 
 def make_panel(ui: str, picture: bool = True, smoothing: float = SMOOTHING, hint: str = "") -> Panel:
-    """The panel for one of `display.UI_NAMES`; see `DisplaySurface` for what pages that show pictures do."""
+    """The panel for one of `settings.UI_NAMES`; see `DisplaySurface` for what pages that show pictures do."""
     if ui == "none":
         return Panel(None)
     if ui == "text":

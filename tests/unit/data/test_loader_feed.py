@@ -555,7 +555,9 @@ def test_what_the_loader_counts_is_told_where_it_goes_on() -> None:
     again = LoaderFeed(DataLoader(Counting(), batch_size=4))
     again.restore(position)
     (note,) = again.take_notes()
-    assert note.startswith("loading changes dataset.calls, dataset.seen, and what is saved of the place in the data lacks that")
+    assert note.startswith(
+        "loading changes dataset.calls, dataset.seen, and what is saved of the place in the data lacks that"
+    )
     feed.restore(feed.position(batches=3))
     assert len(feed.take_notes()) == 1
 
