@@ -398,7 +398,7 @@ PROGRAMS = [
             settings={"sync_batchnorm": True}, **ADAM, scheduler="CosineAnnealingWarmRestarts", scheduler_args={"T_0": 3},
             refused=SYNCED),
     Program(name="met: norms of the batch, accumulated", model=Norms, data=rows(24, 6), criterion=CE, **TWO,
-            told={"*": STATISTICS}, refused={"pipeline/2": "or a micro-batch, is that small"}),
+            told={"*": STATISTICS}, refused={"pipeline": "or a micro-batch, is that small"}),
     Program(name="met: average in buffers, clipped, ragged", model=Average, data=rows(), criterion=CE, **CLIP, **ADAM,
             refused=AVERAGED),
     Program(name="met: average in buffers, accumulated", model=Average, data=rows(), criterion=CE, **THREE,
