@@ -62,7 +62,7 @@ def main() -> int:
 class _NoKeyboard(io.TextIOBase):
     """Standard input of the user's code: what asks there would wait for ever."""
 
-    def readline(self, size: int | None = -1, /) -> str:
+    def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]  # as of io.TextIOBase itself
         """Say that there is none."""
         raise RuntimeError(
             "a worker has no keyboard: take input() and breakpoint() out of what runs here; what is printed here can be seen by "
