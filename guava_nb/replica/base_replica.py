@@ -72,7 +72,7 @@ class BaseReplica(ABC):
         self.device = device
         self._spec, self.resolve = spec, resolve
         self._objective = build_objective(spec, resolve, device)
-        self.torch_loss = self._objective.torch_loss
+        self.torch_loss: type[nn.Module] | None = getattr(self._objective, "torch_loss", None)
         self._preprocessing = Preprocessing(spec, resolve, device)
         self._autocast_dtype = autocast_dtype(spec.precision, device)
         self._schedule: Schedule | None = None

@@ -61,13 +61,7 @@ class Loss:
 
 
 class Objective(Protocol):
-    """Runs the model on a batch and measures it.
-
-    Attributes:
-        torch_loss: torch's class of its loss; None for a loss or step of the user's own.
-    """
-
-    torch_loss: type[nn.Module] | None
+    """Runs the model on a batch and measures it."""
 
     def __call__(
         self, model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
@@ -168,7 +162,6 @@ class _StepObjective:
 
     def __init__(self, step: Callable[..., Any]) -> None:
         self._step = self.user = step
-        self.torch_loss: type[nn.Module] | None = None
 
     def __call__(
         self, model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
@@ -191,7 +184,7 @@ class _CriterionObjective:
         self._criterion, self._scoring = criterion, scoring(criterion)
         self.user = getattr(criterion, "user", None)
         module = getattr(criterion, "module", None)
-        self.torch_loss: type[nn.Module] | None = None if module is None else type(module)
+        self.torch_loss = None if module is None else type(module)
 
     def __call__(
         self, model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None

@@ -202,3 +202,10 @@ def test_a_metric_that_writes_into_outputs_changes_no_loss() -> None:
         observer=lambda outputs, targets, rows: outputs.zero_(),
     )
     assert mean(loss) == pytest.approx(float(plain)) and loss.scores is not None and int(loss.scores[0]) == right
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("BCELoss", nn.BCELoss), ("binary_cross_entropy", nn.BCELoss), ("own", None)]
+)
+def test_a_prediction_can_ask_which_of_torchs_losses_it_is(name: str, wanted: type | None) -> None:
+    assert objective(name, own=lambda outputs, targets: outputs.mean()).torch_loss is wanted
