@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,7 @@ class Planted(nn.Module):
         self.first, self.last = nn.Linear(10, 16), nn.Linear(16, 4)
         self.norm = nn.BatchNorm1d(16) if trait == "batch norm" else nn.LayerNorm(16)
         self.drop = nn.Dropout(0.5 if trait == "dropout" else 0.0)
+        self.scales = itertools.cycle([1.0, 2.0]) if trait == "cycle" else None
         self.register_buffer("seen", torch.zeros(() if trait == "calls" else 16))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,6 +50,8 @@ class Planted(nn.Module):
             h = h * torch.from_numpy(np.random.rand(len(h), 1)).to(h)
         if self.trait == "counter":
             self.seen += h.detach().sum(0)
+        if self.scales is not None and self.training:
+            h = h * next(self.scales)
         if self.trait == "calls":  # two a forward, as of a layer that is used twice, or computed again in backward
             self.seen += 2
         return self.last(self.drop(h))
@@ -201,6 +205,7 @@ def test_a_wrong_denominator_is_told_from_a_coupled_loss(cluster: Cluster, step:
         ("numpy", None, "same", [], ["NumPy's random"]),
         ("counter", None, "differs", [], []),
         ("calls", None, "same", [], []),
+        ("cycle", None, "same", [], []),
         ("calls", "dice", "differs", ["coupled"], []),
     ],
 )

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from guava_nb.data.codec import tensor_bytes
 from guava_nb.random_streams import STREAMS, place_in, put_back
+from guava_nb.replica.one_step_check.set_aside import Pulled
 from guava_nb.spec.own_code import is_own, users_function
 
 __all__ = ["Kept", "ModuleGlobals", "PythonState", "adopt", "changed_since", "digests", "is_alike", "is_apart"]
@@ -43,8 +44,6 @@ _TORCHS = frozenset(vars(nn.Module()))
 _MOST_VALUES = 256
 #: Modules and functions that are looked into.
 _MOST_PLACES = 2000
-#: Iterators of which a new one goes on from the same place; `names_kept` makes the second of all others.
-_COUNTED: tuple[type, type] = (itertools.count, type(itertools.tee(())[0]))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -106,7 +105,7 @@ class PythonState:
 
     def restore(self, but: Set[str] = frozenset()) -> None:
         """Put back what was there at first, except in these places; an iterator, which none can set back, is a new one."""
-        iterators = [name for name, (_, one) in self._first.items() if isinstance(one, _COUNTED)]
+        iterators = [name for name, (_, one) in self._first.items() if isinstance(one, Iterator)]
         moved = {*self.moved(self.read()), *iterators} - but
         for owner in self._owners:
             for key, name, value in owner.items():
@@ -301,7 +300,7 @@ def _is_filled(value: Any) -> bool:
     """Whether a value changes where it is, and is small."""
     is_plain = type(value) is np.ndarray or (type(value) is Tensor and not value.requires_grad)
     is_small = (is_plain or isinstance(value, dict | list | set | deque)) and _is_small(value)
-    return is_small or isinstance(value, (*_COUNTED, *STREAMS))
+    return is_small or isinstance(value, (itertools.count, Pulled, *STREAMS))
 
 
 class _Cell(dict[str, Any]):
@@ -454,8 +453,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Copy a value; a tensor that was computed from parameters without its history, since torch copies none."""
     if isinstance(value, Tensor) and not value.is_leaf:
         return memo.setdefault(id(value), value.detach().clone())
-    if isinstance(value, torch.Generator | _COUNTED[1]):
-        return value.clone_state() if isinstance(value, torch.Generator) else copy.copy(value)
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
     if isinstance(value, itertools.count):  # Python will not copy these any more
         start, step = (*map(ast.literal_eval, repr(value)[len("count(") : -1].split(",")), 1)[:2]
         return itertools.count(start, step)

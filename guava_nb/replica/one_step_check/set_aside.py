@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from guava_nb.spec.factories import Resolve
 from guava_nb.spec.own_code import is_own, users_function
 
-__all__ = ["copying", "names_kept", "set_aside", "uncompiled"]
+__all__ = ["Pulled", "copying", "names_kept", "set_aside", "uncompiled"]
 
 #: What a factory may note itself in.
 _CONTAINERS = (list, dict, set, deque)
@@ -105,6 +105,24 @@ def names_kept(roots: Iterable[object]) -> Iterator[None]:
                 (value.extend if isinstance(value, list | deque) else value.update)(content)
 
 
+class Pulled:
+    """An iterator that can be copied, and knows how many items were pulled."""
+
+    def __init__(self, items: Iterator[Any], place: int = 0) -> None:
+        self._items, self.place = items, place
+
+    def __iter__(self) -> Pulled:
+        return self
+
+    def __next__(self) -> Any:
+        item = next(self._items)
+        self.place += 1
+        return item
+
+    def __deepcopy__(self, memo: Any) -> Pulled:
+        return Pulled(copy.copy(self._items), self.place)
+
+
 class _Twin:
     """An iterator, for instance a generator, from which a check may pull what the run still gets after it."""
 
@@ -112,7 +130,7 @@ class _Twin:
         self._iterator: Iterator[Any] = iterator
         self._is_pulled, is_twin = False, isinstance(iterator, _TEE)  # of an earlier check
         pair: tuple[Iterator[Any], ...] = (copy.copy(iterator), iterator) if is_twin else itertools.tee(self._items())
-        self.pulled, self._rest = pair
+        self.pulled, self._rest = Pulled(pair[0]), pair[1]
 
     def _items(self) -> Iterator[Any]:
         self._is_pulled = True
