@@ -146,6 +146,7 @@ def losses_in(output: str) -> dict[int, float]:
     return {int(words[1].rstrip(":")): float(words[-1]) for words in lines}
 
 
+@pytest.mark.whole  # eight processes of torch; conformance/test_process_group.py saves and loads in fully_sharded
 @pytest.mark.parametrize("saves", ["at_once", "asynchronously"])
 def test_a_sharded_checkpoint_is_resumed_by_another_number_of_ranks(
     saves: str, start, hub: Orchestrator, tmp_path: Path

@@ -18,10 +18,6 @@ COVERED: dict[str, dict[str, tuple[str, ...]]] = {
             "end_with_the_session-relay,relay-2", "end_by_a_later_process-relay,relay-2", "end_by_a_later_process-relay",
         ),
     },
-    "tests/integration/test_guava_run.py": {
-        # Eight processes of torch; conformance/test_process_group.py saves and loads in fully_sharded.
-        "test_a_sharded_checkpoint_is_resumed_by_another_number_of_ranks": ("at_once", "asynchronously"),
-    },
     "tests/integration/test_ngrok_tunnel.py": {
         # At the start or at the tunnel, about the authtoken or not; unit/tunnels/test_ngrok_errors.py reads every sentence.
         "test_every_code_comes_out_as_its_sentence": (r"(?!(107|108|302|8013)$)\d+",),

@@ -294,5 +294,5 @@ def plan_for(batches: list[list[int]], epochs: int, saved: Checkpoint | None, **
     plan = TrainingPlan(feed, None, epochs, prefetch_bytes=0, check="off", **changes)
     if saved is not None:
         plan.start = Position(**{name: getattr(saved.position, name) for name in Position.__slots__})
-        plan.start.rewind(feed)
+        plan.start.rewind(feed, None)
     return plan
