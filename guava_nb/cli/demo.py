@@ -13,7 +13,7 @@ from guava_nb.cli.result import check_report_path, result_view, write_report
 from guava_nb.config import MODES, DistributedConfig
 from guava_nb.doctor.memory import check_room_for, memory_here
 from guava_nb.errors import ConfigError
-from guava_nb.processes.launcher import expect_workers
+from guava_nb.processes.local_workers import expect_workers
 from guava_nb.render.text import to_text
 from guava_nb.spec.loading import loading_without_collections
 from guava_nb.spec.training_options import TrainingOptions, option_infos

@@ -20,7 +20,7 @@ from guava_nb.processes.interrupts import interrupts_counted
 from guava_nb.render import redact, to_text, worker_view
 
 if TYPE_CHECKING:
-    from guava_nb.processes.launcher import WorkerHandle, WorkerState
+    from guava_nb.processes.local_workers import WorkerHandle, WorkerState
     from guava_nb.protocol.joincode import JoinCode
 
 __all__ = ["add_command", "ask_for_code", "devices_for", "follow", "own_device", "read_code"]

@@ -361,7 +361,7 @@ class Cluster:
         """End the session of a member that broke the protocol; a run goes on without it, and its `Lost` event is on the way.
 
         Args:
-            violation: what it sent, such as "a Shard, which no worker sends".
+            violation: what it sent, such as "a BatchShard, which no worker sends".
         """
         self.expelled.add(rank)
         self.let_go(rank, f"its session was ended, because it sent {violation}")

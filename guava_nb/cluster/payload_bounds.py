@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 
 from guava_nb.protocol.messages import (
+    BatchShard,
     CodeRan,
     CodeValues,
     Evaluate,
@@ -23,7 +24,6 @@ from guava_nb.protocol.messages import (
     Predicted,
     RowList,
     RunCode,
-    Shard,
     State,
 )
 
@@ -34,7 +34,7 @@ _ANSWERS: dict[type[Message], type[Message]] = {
     FetchState: State,
     Evaluate: Evaluated,
     Predict: Predicted,
-    Shard: GradientBucket,
+    BatchShard: GradientBucket,
 }
 #: A state may be so many times the model (Adam's is 3, L-BFGS keeps tens of gradients), a gradient bucket too (in float64).
 _STATES, _GRADIENTS = 64, 8

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 from msgspec.structs import replace
 
-from guava_nb.protocol.messages import Energy, LineMeasured, Ready
+from guava_nb.protocol.messages import Energy, LineMeasured, ShardReport
 
 __all__ = ["is_valid", "first_invalid_energy", "first_invalid_rate", "shown_text", "without_invalid"]
 
@@ -45,7 +45,7 @@ def first_invalid_rate(found: LineMeasured) -> str:
     return next((f"{name} = {rate:g}" for name, rate in rates.items() if not 0 < rate <= _MOST), "")
 
 
-def without_invalid(ready: Ready) -> tuple[Ready, str]:
+def without_invalid(ready: ShardReport) -> tuple[ShardReport, str]:
     """Return a report of a shard with invalid times set to 0 and invalid tokens to None, and "name = value" of the first, or "".
 
     Loss, rows and all else that the step needs stay as they are.

@@ -15,7 +15,7 @@ from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.cluster.report_checks import without_invalid
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
-from guava_nb.protocol.messages import EndRun, Ready, StepApplied
+from guava_nb.protocol.messages import EndRun, ShardReport, StepApplied
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.step_in_flight import StepHead, plan_step
 
@@ -95,7 +95,7 @@ class _Trial:
         if message.step + 1 < _STEPS and time.monotonic() < self._began + _ENOUGH_S:
             self._send(rank, message.step + 1)
 
-    def _note(self, rank: int, report: Ready) -> None:
+    def _note(self, rank: int, report: ShardReport) -> None:
         report, odd = without_invalid(report)
         seconds = report.forward_s + report.backward_s
         if odd:

@@ -61,7 +61,9 @@ def _forming(run: RunFacts) -> Traffic:
 def _voting(run: RunFacts) -> Traffic:
     """What a step takes of one worker beside its batches and what the group exchanges."""
     done = (
-        run.back(messages.Ready, gradient_square=1.5) + run.back(messages.StepApplied, learning_rate=1.5) + run.hashes
+        run.back(messages.ShardReport, gradient_square=1.5)
+        + run.back(messages.StepApplied, learning_rate=1.5)
+        + run.hashes
     )
     return done + run.out(messages.CommitStep, commit=messages.Commit(1.5, False)) + run.acks(1, 2)
 

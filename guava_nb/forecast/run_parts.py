@@ -74,12 +74,12 @@ def parts_of(run: RunFacts) -> Parts:
 def _star_step(run: RunFacts) -> Traffic:
     """Return what a step takes beside its batches."""
     commit = run.out(messages.CommitStep, commit=messages.Commit(1.5, False))
-    report = run.typical(messages.Ready, gradient_square=1.5) if run.solo and not run.spec.lockstep else None
+    report = run.typical(messages.ShardReport, gradient_square=1.5) if run.solo and not run.spec.lockstep else None
     done = run.back(messages.StepApplied, learning_rate=1.5, ready=report) + run.hashes
     if run.solo:
-        return done + run.acks(1, 1) if report else done + run.back(messages.Ready) + commit + run.acks(2, 2)
+        return done + run.acks(1, 1) if report else done + run.back(messages.ShardReport) + commit + run.acks(2, 2)
     busy = sum(weight > 0 for weight in run.plan.weights(range(run.workers)))
-    total = run.back(messages.Ready) * busy + run.out(messages.StepWithoutShard) * (run.workers - busy)
+    total = run.back(messages.ShardReport) * busy + run.out(messages.StepWithoutShard) * (run.workers - busy)
     total = total + (done + run.acks(2, 2)) * run.workers
     layout = run.replica_set.master.layout
     buckets = [(bucket, bucket.numel) for bucket in layout.buckets]

@@ -38,7 +38,7 @@ _VIEWS: dict[tuple[str, str], Callable[[Any], View]] = {
     ("guava_nb.training.run", "Run"): _of_run,
     ("guava_nb.notebook.background.background_run", "BackgroundRun"): _of_run,
     ("guava_nb.status", "Status"): session_view,
-    ("guava_nb.processes.launcher", "WorkerHandle"): lambda handle: worker_view(handle.status()),
+    ("guava_nb.processes.local_workers", "WorkerHandle"): lambda handle: worker_view(handle.status()),
 }
 
 

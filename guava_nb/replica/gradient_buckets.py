@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from guava_nb.parallel.replicas.bucketing import CompletionCounter
-from guava_nb.protocol.messages import GradientBucket, Message, Shard
+from guava_nb.protocol.messages import BatchShard, GradientBucket, Message
 from guava_nb.replica.buckets import Bucket, BucketLayout, BucketWire, pack_present
 
 __all__ = ["GradientBuckets", "OnBucket", "bucket_sender"]
@@ -234,7 +234,9 @@ def _carrier(device: torch.device) -> _Carrier:
     return _CudaCarrier(device) if device.type == "cuda" else _StagedCarrier(device)
 
 
-def bucket_sender(send: Callable[[Message, Sequence[memoryview]], None], message: Shard, wire: BucketWire) -> OnBucket:
+def bucket_sender(
+    send: Callable[[Message, Sequence[memoryview]], None], message: BatchShard, wire: BucketWire
+) -> OnBucket:
     """Return what queues each bucket of a shard's gradients, flat, `[numel]` in the wire dtype; `wire` encodes them.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from guava_nb.data.sample_count import count_rows
 from guava_nb.errors import ConfigError
-from guava_nb.protocol.messages import ParameterChange, Ready, Shard
+from guava_nb.protocol.messages import BatchShard, ParameterChange, ShardReport
 
 __all__ = ["EvalSums", "LaunchedShard", "ShardResult", "ShardWork", "rows_of_batch", "rows_of_parts"]
 
@@ -87,9 +87,9 @@ class ShardResult:
     frozen: tuple[str, ...] | None = None
     early_s: float = 0.0
 
-    def report(self, shard: Shard, wait_s: float) -> Ready:
+    def report(self, shard: BatchShard, wait_s: float) -> ShardReport:
         """Return what the orchestrator is told of it; `wait_s`: seconds that this worker waited for the shard."""
-        return Ready(
+        return ShardReport(
             run_id=shard.run_id, generation=shard.generation, step=shard.step, shard=shard.shard, rows=shard.rows,
             loss_sum=self.loss_sum, count=self.count, finite=self.finite, nonfinite=self.nonfinite,
             forward_s=self.forward_s, backward_s=self.backward_s, wait_s=wait_s, tokens=self.tokens,

@@ -11,6 +11,7 @@ from guava_nb.data.codec import Resolve, unpack
 from guava_nb.data.rows import Received, split_keys
 from guava_nb.errors import RemoteProtocolError
 from guava_nb.protocol.messages import (
+    BatchShard,
     CachedRows,
     CacheHeld,
     CacheSpec,
@@ -20,7 +21,6 @@ from guava_nb.protocol.messages import (
     Predict,
     RowList,
     RowsWanted,
-    Shard,
 )
 from guava_nb.row_cache.policy import HELD, KEEP, digest_of
 from guava_nb.row_cache.store import RowStore, open_store
@@ -73,7 +73,7 @@ class RowReader:
         raw = memoryview(listed.tobytes())
         self._send(RowList(run_id, FlatTensor("uint8", raw.nbytes)), [raw] if raw.nbytes else [])
 
-    def read(self, message: Shard | Evaluate | Predict, payload: memoryview, resolve: Resolve) -> Load | None:
+    def read(self, message: BatchShard | Evaluate | Predict, payload: memoryview, resolve: Resolve) -> Load | None:
         """Take a batch in, at the moment it comes: orders about rows hold in the order in which they were given.
 
         Returns:
@@ -91,11 +91,11 @@ class RowReader:
             return None
         return lambda: batch
 
-    def _ask(self, message: Shard | Evaluate | Predict, keys: Sequence[bytes]) -> None:
+    def _ask(self, message: BatchShard | Evaluate | Predict, keys: Sequence[bytes]) -> None:
         joined = b"".join(keys)
         on_disk = self._spec is not None and self._spec.mode == "disk"
         reason = _DAMAGED if on_disk else ""
-        if isinstance(message, Shard):
+        if isinstance(message, BatchShard):
             self._send(
                 RowsWanted(run_id=message.run_id, keys=joined, step=message.step, shard=message.shard, reason=reason),
                 (),
@@ -104,18 +104,18 @@ class RowReader:
             self._send(RowsWanted(run_id=message.run_id, keys=joined, request_id=message.request_id, reason=reason), ())
 
     def _put_together(
-        self, message: Shard | Evaluate | Predict, payload: memoryview, resolve: Resolve, lacking: list[bytes]
+        self, message: BatchShard | Evaluate | Predict, payload: memoryview, resolve: Resolve, lacking: list[bytes]
     ) -> Any:
         """Return the batch, or the parts of a shard; keys of rows that are not here are added to `lacking`."""
         came = unpack(message.batch, payload, resolve)
-        parts = came if isinstance(message, Shard) else [came]
+        parts = came if isinstance(message, BatchShard) else [came]
         if len(parts) != len(message.cached):
             raise RemoteProtocolError(f"{len(parts)} parts came with orders for {len(message.cached)}")
         made = [
             self._part(part, rows, message.run_id, resolve, lacking) if rows.keys else part
             for part, rows in zip(parts, message.cached, strict=True)
         ]
-        return made if isinstance(message, Shard) else made[0]
+        return made if isinstance(message, BatchShard) else made[0]
 
     def _part(self, came: Any, rows: CachedRows, run_id: str, resolve: Resolve, lacking: list[bytes]) -> Any:
         keys = split_keys(rows.keys)

@@ -21,6 +21,7 @@ from guava_nb.data.rows import KEY_BYTES, NotSeparable, Rows, split_keys
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import ConfigError, RemoteProtocolError
 from guava_nb.protocol.messages import (
+    BatchShard,
     CachedRows,
     CacheHeld,
     Evaluate,
@@ -30,7 +31,6 @@ from guava_nb.protocol.messages import (
     RowList,
     RowsWanted,
     RunSpec,
-    Shard,
     Tree,
 )
 from guava_nb.row_cache.policy import MAX_ROWS, SENT, CachePolicy, Order, WorkerCaches, cost_function
@@ -38,7 +38,7 @@ from guava_nb.row_cache.policy import MAX_ROWS, SENT, CachePolicy, Order, Worker
 __all__ = ["OutgoingBatch", "RowSlice", "RowWriter", "taken_apart"]
 
 Buffers = Sequence[memoryview]
-_Order = TypeVar("_Order", bound=Shard | Evaluate | Predict)
+_Order = TypeVar("_Order", bound=BatchShard | Evaluate | Predict)
 _Record = TypeVar("_Record", bound=Message)
 
 

@@ -22,8 +22,8 @@ from guava_nb.protocol.messages import (
     CommitStep,
     GradientBucket,
     ParameterChange,
-    Ready,
     RunSpec,
+    ShardReport,
     StepApplied,
     StepWithoutShard,
 )
@@ -100,7 +100,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         self._writer = replicas.writer
         self._writer.on_shard_wanted = self._send_again
         replicas.count_ahead = self._count_ahead
-        job.on(Ready, self._on_ready)
+        job.on(ShardReport, self._on_ready)
         job.on(StepApplied, self._on_committed)
         job.watch(self._owed)
 
@@ -179,7 +179,7 @@ class StepExchange(ABC, Generic[_Replicas]):
 
     # ------------------------------------------------------------------------------------------------------ reports in
 
-    def _asked(self, rank: int, message: Ready | GradientBucket) -> StepInFlight | None:
+    def _asked(self, rank: int, message: ShardReport | GradientBucket) -> StepInFlight | None:
         """Return the step that a report is about, where its sender was sent that shard of it.
 
         Raises:
@@ -202,7 +202,7 @@ class StepExchange(ABC, Generic[_Replicas]):
             for rank in sorted(machine.owing()):
                 yield OwedAnswer(rank, "step", machine.step, f"{self._replicas.nth(machine.step)} is in work there")
 
-    def _on_ready(self, rank: int, message: Ready, payload: memoryview) -> None:
+    def _on_ready(self, rank: int, message: ShardReport, payload: memoryview) -> None:
         in_flight = self._asked(rank, message)
         if in_flight is None:
             return  # of a step that is over, or of a shard that it was not sent
@@ -283,7 +283,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         known = {name for bucket in self._replicas.master.layout.buckets for name in bucket.names}
         return f"parameter {change.name!r}" if change is not None and change.name in known else "a parameter"
 
-    def _sound(self, rank: int, message: Ready) -> Ready:
+    def _sound(self, rank: int, message: ShardReport) -> ShardReport:
         """Return the report without invalid figures; a person is told of them once.
 
         Raises:

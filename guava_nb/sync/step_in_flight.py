@@ -15,7 +15,7 @@ from guava_nb.data.rows import Rows
 from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.errors import ConfigError
 from guava_nb.hub.bucket_sum import BucketSum
-from guava_nb.protocol.messages import Shard, Tree
+from guava_nb.protocol.messages import BatchShard, Tree
 from guava_nb.replica.buffer_merge import BufferMerge
 from guava_nb.row_cache.policy import deal
 from guava_nb.row_cache.writer import OutgoingBatch, RowSlice, RowWriter
@@ -40,7 +40,7 @@ NO_BATCH = Tree(b"")
 
 
 #: Each shard's record, still without its batch, and what it holds.
-PlannedShards = list[tuple[Shard, OutgoingBatch]]
+PlannedShards = list[tuple[BatchShard, OutgoingBatch]]
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class StepHead:
         generation: the membership in which this attempt begins.
         step: number of the optimizer step.
         want_hash: workers report a hash of their parameters after it.
-        solo: of the only worker, see `Shard`.
+        solo: of the only worker, see `BatchShard`.
         batches_per_step: in a round of local steps the loader batches of each; 0: all batches are one step.
         deals: a round's steps are cut into local batches of one size, of which a faster worker takes more.
     """
@@ -114,7 +114,7 @@ class StepHead:
         """Return how many optimizer steps these batches are."""
         return -(-num_batches // self.batches_per_step) if self.batches_per_step else 1
 
-    def shard(self, task: ShardTask, global_rows: int, source: int = 0) -> Shard:
+    def shard(self, task: ShardTask, global_rows: int, source: int = 0) -> BatchShard:
         """Return a shard's record, still without its batch.
 
         Args:
@@ -122,7 +122,7 @@ class StepHead:
             global_rows: samples of the whole step.
             source: number of the loader batch that it is of.
         """
-        return Shard(
+        return BatchShard(
             run_id=self.run_id, generation=self.generation, step=self.step, shard=task.index, rows=task.rows,
             global_rows=global_rows, batch=NO_BATCH, solo=self.solo, want_hash=self.want_hash, source=source,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from guava_nb.config.mesh import Mesh
-from guava_nb.protocol.messages import Commit, Ready
+from guava_nb.protocol.messages import Commit, ShardReport
 
 __all__ = [
     "Add",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-def has_finite_loss(ready: Ready) -> bool:
+def has_finite_loss(ready: ShardReport) -> bool:
     """Whether loss and count are finite: a count of NaN would make the scale of the step NaN, and all weights with it."""
     return math.isfinite(ready.loss_sum) and math.isfinite(ready.count)
 
@@ -126,7 +126,7 @@ class StepMachine:
     num_steps: int = 1
     decided: bool = False
     _arrived: dict[int, set[int]] = field(default_factory=dict)
-    _ready: dict[int, Ready] = field(default_factory=dict)
+    _ready: dict[int, ShardReport] = field(default_factory=dict)
     _complete: int = 0
     _held: int | None = None
     _skip: bool = False
@@ -177,7 +177,7 @@ class StepMachine:
                 out += self._decide()
         return out
 
-    def on_ready(self, rank: int, ready: Ready) -> list[Instruction]:
+    def on_ready(self, rank: int, ready: ShardReport) -> list[Instruction]:
         """A shard's loss came; the first report of a shard counts."""
         if self.decided or not self.was_asked(rank, ready.shard, ready.generation):
             return []
@@ -244,7 +244,7 @@ class StepMachine:
             return [self._first_not_finite(self.mesh)]
         return self._finish()
 
-    def report(self, shard: int) -> Ready:
+    def report(self, shard: int) -> ShardReport:
         """Return the report on a shard, which has come."""
         return self._ready[shard]
 

@@ -24,7 +24,7 @@ from guava_nb.cluster.job_events import Interrupted, Wake
 from guava_nb.data.loader_feed import MOST_BATCHES, LoadedBatch
 from guava_nb.errors import ClusterError, WorkerLost
 from guava_nb.evaluation.passes import pass_over
-from guava_nb.protocol.messages import GradientBucket, Ready
+from guava_nb.protocol.messages import GradientBucket, ShardReport
 from guava_nb.spec.run_spec import mode_of
 from guava_nb.sync.replica_set import GroupLost, ReplicaSet
 from guava_nb.sync.send_credit import SendCredit
@@ -177,7 +177,7 @@ class TrainingJob(Job):
         """
         if self.is_current():
             try:
-                with self.setting_aside(Ready, GradientBucket):
+                with self.setting_aside(ShardReport, GradientBucket):
                     self._boundary.call_with_state(call)
             except (NobodyLeft, GroupLost, Handover) as lost:  # no business of the callback, which goes on
                 self._lost_in_callback = [lost]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from guava_nb.protocol.messages import Shard
+from guava_nb.protocol.messages import BatchShard
 from guava_nb.replica.rounds.local_replica import LocalReplica
 from guava_nb.replica.shard import ShardResult
 from guava_nb.telemetry import BACKWARD, FORWARD, PhaseBook
@@ -37,7 +37,7 @@ class EarlySteps:
     def __init__(self, prefetch: DevicePrefetch, phases: PhaseBook, on_work: Callable[[], None]) -> None:
         """Have begun none."""
         self._prefetch, self._phases, self._on_work = prefetch, phases, on_work
-        self._begun: Shard | None = None
+        self._begun: BatchShard | None = None
 
     def may_begin(self, run: PreparedRun | None, pending: PendingSteps[Any]) -> bool:
         """Whether the shards of the open round are done here, its sum is waited for, and the next one can begin."""
@@ -66,7 +66,7 @@ class EarlySteps:
         self._phases.add(BACKWARD, started + forward_s, time.monotonic())
 
 
-def key_of(message: Shard) -> tuple[str, int, int, int]:
+def key_of(message: BatchShard) -> tuple[str, int, int, int]:
     """Return what tells a shard's attempt from all others."""
     return message.run_id, message.generation, message.step, message.shard
 

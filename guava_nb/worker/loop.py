@@ -22,6 +22,7 @@ from guava_nb.protocol.messages import (
     Abort,
     Accept,
     AskData,
+    BatchShard,
     CheckStep,
     CommitStep,
     EndProgram,
@@ -45,7 +46,6 @@ from guava_nb.protocol.messages import (
     RunCode,
     RunProgram,
     SchedulerStep,
-    Shard,
     StepWithoutShard,
     SumBucket,
 )
@@ -146,7 +146,7 @@ class WorkerLoop:
             payload: its bytes.
             done: called when the message was handled; of a shard at once, since their number is bounded by bytes.
         """
-        if isinstance(message, Shard):
+        if isinstance(message, BatchShard):
             # How many of them wait here is bounded by the orchestrator's own credit, in bytes.
             done()
             self._queue.put(_Arrival(message, payload))
@@ -290,7 +290,7 @@ class WorkerLoop:
                 advice = f"; {next_step}" if next_step else ""
                 raise PreparationError(f"the orchestrator refused this worker: {reason}{advice}")
             case _ if self._run is not None and getattr(message, "run_id", None) == self._run.run_id:
-                if not isinstance(message, Shard | StepWithoutShard):
+                if not isinstance(message, BatchShard | StepWithoutShard):
                     self._steps.settle()  # what else is asked is asked of a state that is known
                 try:
                     self._handle_of_run(self._run, message, payload)
@@ -298,13 +298,13 @@ class WorkerLoop:
                     self._give_up_run(error)
             case FetchState():
                 self._send(_holds_nothing(message), ())
-            case Shard() | Evaluate() | Predict():
+            case BatchShard() | Evaluate() | Predict():
                 self._read(message, payload)  # of a run that is over here: rows that it brings are held all the same
 
     def _handle_of_run(self, run: PreparedRun, message: Message, payload: memoryview) -> None:
         steps = self._steps
         match message:
-            case Shard():
+            case BatchShard():
                 self._refuse_training()
                 steps.add(message, self._read(message, payload))
             case StepWithoutShard():
@@ -459,7 +459,7 @@ class WorkerLoop:
             return
         self._send(reply, buffers)
 
-    def _read(self, message: Shard | Evaluate | Predict, payload: memoryview) -> Load | None:
+    def _read(self, message: BatchShard | Evaluate | Predict, payload: memoryview) -> Load | None:
         """Return what gives a message's batch; None when rows are lacking and it comes again."""
         run = self._run
         load = self._reader.read(message, payload, class_resolver(None if run is None else run.module))

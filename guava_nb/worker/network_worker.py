@@ -17,7 +17,7 @@ from guava_nb.config.state_folder import private_temporary_folder
 from guava_nb.errors import ConfigError
 from guava_nb.link.options import link_options
 from guava_nb.processes.interrupts import interrupts_call
-from guava_nb.processes.launcher import ListenAt, WorkerHandle, launch
+from guava_nb.processes.local_workers import ListenAt, WorkerHandle, launch
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.replica.model.resident import ResidentParts
 from guava_nb.telemetry.hardware import pick_device

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from guava_nb.protocol.messages import Commit, FetchState, Ready, SchedulerStep, Shard
+from guava_nb.protocol.messages import BatchShard, Commit, FetchState, SchedulerStep, ShardReport
 
 __all__ = ["LocalStep", "PendingSteps", "ScheduleTicks"]
 
@@ -28,12 +28,12 @@ class LocalStep(Generic[T]):
     generation: int
     want_hash: bool = False
     announced: bool = False
-    todo: list[tuple[Shard, Callable[[], Any]]] = field(default_factory=list)
+    todo: list[tuple[BatchShard, Callable[[], Any]]] = field(default_factory=list)
     done: set[int] = field(default_factory=set)
     buckets: dict[int, T] = field(default_factory=dict)
     has_parameters: bool = False
     commit: Commit | None = None
-    ready: Ready | None = None
+    ready: ShardReport | None = None
 
 
 class PendingSteps(Generic[T]):
@@ -66,7 +66,7 @@ class PendingSteps(Generic[T]):
         """Return the step after the current one, if anything of it has come."""
         return self._steps.get(self.committed + 2)
 
-    def following(self) -> tuple[Shard, Callable[[], Any]] | None:
+    def following(self) -> tuple[BatchShard, Callable[[], Any]] | None:
         """Return the shard to be worked on first of those that have come, of this step or the next, and what gives it."""
         for number in (self.committed + 1, self.committed + 2):
             step = self._steps.get(number)

@@ -1,4 +1,4 @@
-"""Entry of a worker process: `python -m guava_nb.worker.process`, started by `guava_nb.processes.launcher` and by nothing else.
+"""Entry of a worker process: `python -m guava_nb.worker.process`, started by `guava_nb.processes.local_workers` alone.
 
 With the argument `nursery` it loads everything and is then forked for each worker, see `guava_nb.processes.nursery`.
 

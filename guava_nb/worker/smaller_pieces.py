@@ -11,7 +11,7 @@ from typing import Any
 from guava_nb.data.batch_reading import BatchReading
 from guava_nb.errors import TrainingError
 from guava_nb.nested import marks_of
-from guava_nb.protocol.messages import Shard
+from guava_nb.protocol.messages import BatchShard
 from guava_nb.replica.one_step_check.whole_against_cut import COUPLED, WEIGHTS, compare
 from guava_nb.replica.preprocess import cut, cut_at
 from guava_nb.replica.shard import ShardWork
@@ -71,7 +71,7 @@ def refuse_coupled(run: PreparedRun, batch: Any, rows: int, marks: bytes) -> Non
         )
 
 
-def axes_for(message: Shard, parts: Sequence[Any], rows: Sequence[int]) -> Sequence[bytes]:
+def axes_for(message: BatchShard, parts: Sequence[Any], rows: Sequence[int]) -> Sequence[bytes]:
     """Return how the parts of a shard may be cut further; empty where they must not. What was loaded here is read here.
 
     Args:
@@ -89,7 +89,7 @@ def axes_for(message: Shard, parts: Sequence[Any], rows: Sequence[int]) -> Seque
     return [marks_of(part, one.axes(count)) for one, part, count in zip(readings, parts, rows, strict=True)]
 
 
-def work_of(message: Shard, parts: Sequence[Any], rows: Sequence[int], num_pieces: int) -> ShardWork:
+def work_of(message: BatchShard, parts: Sequence[Any], rows: Sequence[int], num_pieces: int) -> ShardWork:
     """Return a shard's work, its parts cut into so many pieces each, where they can be cut.
 
     Args:

@@ -18,6 +18,7 @@ from guava_nb.data.codec import pack, tensor_from, unpack
 from guava_nb.errors import GuavaError
 from guava_nb.protocol.messages import (
     Abort,
+    BatchShard,
     Commit,
     CommitStep,
     Failure,
@@ -25,8 +26,7 @@ from guava_nb.protocol.messages import (
     FetchState,
     LoadState,
     ParameterBucket,
-    Ready,
-    Shard,
+    ShardReport,
     State,
     StateLoaded,
     StepApplied,
@@ -72,7 +72,7 @@ class _Ahead:
     """A lone worker's step that the device was given and nobody has seen the figures of."""
 
     step: LocalStep[_Sum]
-    message: Shard
+    message: BatchShard
     launched: LaunchedShard
     started: float
     wait_s: float
@@ -177,7 +177,7 @@ class StepRunner:
 
     # -------------------------------------------------------------------------------------------------------- messages
 
-    def add(self, message: Shard, load: Load | None) -> None:
+    def add(self, message: BatchShard, load: Load | None) -> None:
         """Take a shard; `load` gives its parts, None where it will come again."""
         step = self._pending.announce(message.step, message.generation, message.want_hash)
         if step is not None and message.shard not in step.done and load is not None:
@@ -273,7 +273,7 @@ class StepRunner:
             return False
         return len(step.buckets) == len(self._run.replica.layout.numbers) or not step.buckets
 
-    def _work(self, run: PreparedRun, step: LocalStep[_Sum], message: Shard, load: Load) -> None:
+    def _work(self, run: PreparedRun, step: LocalStep[_Sum], message: BatchShard, load: Load) -> None:
         started = time.monotonic()
         wait_s = started - self._idle_since
         self._phases.add(WAITING, self._idle_since, started)
@@ -308,7 +308,7 @@ class StepRunner:
             self._send(ready, ())
         self.restart_wait_clock()
 
-    def _fail_in(self, run: PreparedRun, message: Shard, error: BaseException) -> None:
+    def _fail_in(self, run: PreparedRun, message: BatchShard, error: BaseException) -> None:
         notes = _notes_on(error, run.replica, message)
         self.fail(error, message.run_id, at=(_IN, message.step), rows=message.rows, notes=notes)
 
@@ -362,7 +362,9 @@ class StepRunner:
         if following is not None:
             self._prefetch.begin(key_of(following[0]), following[1])
 
-    def _run_shard(self, run: PreparedRun, message: Shard, parts: list[Any], goes_ahead: bool = False) -> LaunchedShard:
+    def _run_shard(
+        self, run: PreparedRun, message: BatchShard, parts: list[Any], goes_ahead: bool = False
+    ) -> LaunchedShard:
         """Run the shard; on lack of memory cut it into smaller pieces, whose gradients add up to the same.
 
         Raises:
@@ -423,7 +425,7 @@ class StepRunner:
         self,
         run: PreparedRun,
         step: LocalStep[_Sum],
-        ready: Ready | None,
+        ready: ShardReport | None,
         learning_rate: float | None,
         failure: BaseException | None,
         skipped: bool = False,
@@ -485,7 +487,7 @@ def _values(message: SumBucket | ParameterBucket, payload: memoryview, run: Prep
     return run.replica.wire.decode_sum(message, payload)
 
 
-def _notes_on(error: BaseException, replica: BaseReplica, message: Shard) -> list[str]:
+def _notes_on(error: BaseException, replica: BaseReplica, message: BatchShard) -> list[str]:
     is_known = isinstance(error, GuavaError | torch.OutOfMemoryError)
     is_odd = isinstance(error, RuntimeError | IndexError) and not is_known
     return replica.notes_on_error(message.rows < message.global_rows) if is_odd else []

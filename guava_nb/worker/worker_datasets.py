@@ -16,7 +16,7 @@ from guava_nb.data.codec import pack
 from guava_nb.data.sample_count import has_rows
 from guava_nb.data.sample_text import sample_text
 from guava_nb.errors import ConfigError, PreparationError, TrainingError
-from guava_nb.protocol.messages import Cell, CheckStep, DataSpec, Evaluate, Predict, Shard
+from guava_nb.protocol.messages import BatchShard, Cell, CheckStep, DataSpec, Evaluate, Predict
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.spec.cells import digest, resolve
 from guava_nb.spec.factories import build, find
@@ -122,7 +122,7 @@ class OwnData:
                     "same data there, in the same order; or say check=False where they differ by design"
                 )
 
-    def batches(self, message: Shard | Evaluate | Predict | CheckStep, ids: Any, seed: int) -> Any:
+    def batches(self, message: BatchShard | Evaluate | Predict | CheckStep, ids: Any, seed: int) -> Any:
         """Return the batch that a message names by the ids of its samples, or the list of parts of a shard.
 
         A shard that is issued again draws the same random numbers elsewhere.
@@ -137,7 +137,7 @@ class OwnData:
             SampleFailed: a sample cannot be loaded.
         """
         number = message.source
-        if not isinstance(message, Shard):
+        if not isinstance(message, BatchShard):
             return self._batch(number, ids.tolist(), shard_seed(seed, -1 - number, int(ids[0])))
         return [
             self._batch(number, part.tolist(), shard_seed(seed, -1 - message.step, (place << 32) + message.shard))

@@ -34,6 +34,7 @@ from guava_nb.link.session_events import (
 from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import (
     Abort,
+    BatchShard,
     EndRun,
     Energy,
     InterruptCode,
@@ -41,8 +42,7 @@ from guava_nb.protocol.messages import (
     MeasureLine,
     Message,
     Prepare,
-    Ready,
-    Shard,
+    ShardReport,
     StepApplied,
     channel_of,
 )
@@ -84,7 +84,7 @@ class OwnWork:
 
     def arrived(self, message: Message) -> None:
         """Take note of a message of the orchestrator."""
-        if not isinstance(message, Prepare | Shard | Abort | EndRun):
+        if not isinstance(message, Prepare | BatchShard | Abort | EndRun):
             return
         with self._lock:
             match message:
@@ -92,7 +92,7 @@ class OwnWork:
                     self._run_id, self._figures, self._waits, self._energy = run_id, self._blank, Waits(), None
                     self._given.clear()
                     self._done.clear()
-                case Shard(run_id=self._run_id):
+                case BatchShard(run_id=self._run_id):
                     rows = sum(message.part_rows) or message.rows
                     share = rows / message.global_rows if message.global_rows else 0.0
                     self._given[message.step, message.shard] = (rows, share)
@@ -104,13 +104,13 @@ class OwnWork:
 
     def sent(self, message: Message, now_s: float) -> None:
         """Take note of a message of this worker's."""
-        if not isinstance(message, Ready | StepApplied | Energy):
+        if not isinstance(message, ShardReport | StepApplied | Energy):
             return
         with self._lock:
             if message.run_id != self._run_id:
                 return
             match message:
-                case Ready():
+                case ShardReport():
                     self._worked(message, now_s)
                 case StepApplied(step=step, ready=ready):
                     if ready is not None:
@@ -119,7 +119,7 @@ class OwnWork:
                 case Energy():
                     self._energy = message
 
-    def _worked(self, ready: Ready, now_s: float) -> None:
+    def _worked(self, ready: ShardReport, now_s: float) -> None:
         rows, share = self._given.pop((ready.step, ready.shard), (ready.rows, None))
         self._done[ready.step] = self._done.get(ready.step, 0) + rows
         self._waits.reported(now_s, ready.wait_s)

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from guava_nb import DistributedConfig, Orchestrator
-from guava_nb.processes.launcher import launch
+from guava_nb.processes.local_workers import launch
 from tests.support.relay import Relay
 
 IMAGE = (3, 32, 32)

@@ -253,7 +253,7 @@ class Worker:
                 self._send(m.StateLoaded(message.run_id, message.step, digest, "cpu, simulated", message.generation))
             case m.CheckStep():
                 self._send(self._fleet.checked(message, payload))
-            case m.Shard():
+            case m.BatchShard():
                 self._waiting.append(message)
                 self._compute_next()
             case m.SumBucket() if message.commit is not None:
@@ -275,12 +275,12 @@ class Worker:
             self._compute(shard)
 
     def _compute(self, shard: Any) -> None:
-        from guava_nb.protocol.messages import GradientBucket, Ready
+        from guava_nb.protocol.messages import GradientBucket, ShardReport
 
         at = {"run_id": shard.run_id, "generation": shard.generation, "step": shard.step, "shard": shard.shard}
         for bucket, present, spec, flat in self._fleet.gradients:
             self._send(GradientBucket(**at, bucket=bucket, present=present, tensor=spec), (flat,))
-        self._send(Ready(
+        self._send(ShardReport(
             **at, loss_sum=1.0, count=float(shard.rows), finite=True, rows=shard.rows, forward_s=0.0, backward_s=0.0,
             wait_s=0.0,
         ))  # fmt: skip

@@ -140,7 +140,7 @@ class Child:
 
 def kill_and_compare(kills: int, workers: int, seed: int, epochs: int, folder: Path) -> list[dict[str, object]]:
     """Kill so many times; returns and prints one record for each."""
-    from guava_nb.processes.launcher import close_all, launch
+    from guava_nb.processes.local_workers import close_all, launch
 
     arguments = [str(folder), "--workers", str(workers), "--epochs", str(epochs)]
     chance, records = random.Random(seed), []

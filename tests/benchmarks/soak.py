@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from guava_nb import DistributedConfig, NetworkWorker, Orchestrator
 from guava_nb.link.dialler import dial
 from guava_nb.link.session_events import Event, MessageArrived
-from guava_nb.processes.launcher import WorkerHandle
+from guava_nb.processes.local_workers import WorkerHandle
 from guava_nb.protocol.messages import Hello, Leave, channel_of
 
 __all__ = ["joins", "kills", "sessions"]

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from guava_nb import DistributedConfig, Orchestrator
-from guava_nb.processes.launcher import WorkerHandle, launch
+from guava_nb.processes.local_workers import WorkerHandle, launch
 from tests.benchmarks.home_link import CELL, DOWN_BYTES_S, ROUND_TRIP_S, UP_BYTES_S, rows_of_text
 from tests.support.relay import Relay
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from guava_nb import DistributedConfig
-from guava_nb.processes.launcher import launch
+from guava_nb.processes.local_workers import launch
 from guava_nb.worker.network_worker import start_worker
 from tests.support.processes import ROOT, PlainTraining, Session, Worker, difference, eventually, loader
 

@@ -12,7 +12,7 @@ import pytest
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import NotFinite
-from guava_nb.protocol.messages import Factory, GradientBucket, Message, Ready, RoundSpec, StepApplied
+from guava_nb.protocol.messages import Factory, GradientBucket, Message, RoundSpec, ShardReport, StepApplied
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.run import Run
 from tests.faults.test_star_faults import finish, start
@@ -51,7 +51,7 @@ class Overlap:
 
     def _hold(self, worker: DirectWorker, message: Message) -> None:
         # The last round of an epoch has none after it that was sent.
-        if isinstance(message, Ready) and message.step % PER_EPOCH != PER_EPOCH - 1 and not worker.dead:
+        if isinstance(message, ShardReport) and message.step % PER_EPOCH != PER_EPOCH - 1 and not worker.dead:
             assert self.workers[0].early_rounds.acquire(timeout=30), f"round {message.step} had no early steps after it"
             self.begun += 1
             self.then(worker, self.begun)
@@ -120,7 +120,7 @@ def test_the_survivor_does_the_lost_shard_from_where_its_own_round_began(cluster
     assert (run.lost_samples, run.duplicated_samples) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", [GradientBucket, Ready, StepApplied])
+@pytest.mark.parametrize("kind", [GradientBucket, ShardReport, StepApplied])
 def test_a_cut_connection_resumed_changes_nothing(cluster: Cluster, kind: type[Message]) -> None:
     seen = [0]
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.errors import NotFinite
-from guava_nb.protocol.messages import Factory, GradientBucket, Message, Ready, RoundSpec, StepApplied
+from guava_nb.protocol.messages import Factory, GradientBucket, Message, RoundSpec, ShardReport, StepApplied
 from guava_nb.training import checkpoint
 from guava_nb.training.initial_state import from_checkpoint
 from guava_nb.training.run import Run
@@ -45,7 +45,9 @@ def assert_by_hand(run: Run, workers: int, every: int = 3, epochs: int = 2) -> N
     assert (run.lost_samples, run.duplicated_samples) == (0, 0)
 
 
-@pytest.mark.parametrize(("kind", "count"), [(GradientBucket, 1), (GradientBucket, 2), (Ready, 1), (StepApplied, 1)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [(GradientBucket, 1), (GradientBucket, 2), (ShardReport, 1), (StepApplied, 1)]
+)
 def test_a_worker_lost_in_a_round_changes_nothing(cluster: Cluster, kind: type[Message], count: int) -> None:
     hook = once_after(count, kind, lambda worker: worker.die())
     start(cluster, [None, hook])
@@ -57,7 +59,7 @@ def test_a_worker_lost_in_a_round_changes_nothing(cluster: Cluster, kind: type[M
     assert_by_hand(job.run, 2, 7, 1)
 
 
-@pytest.mark.parametrize("kind", [GradientBucket, Ready, StepApplied])
+@pytest.mark.parametrize("kind", [GradientBucket, ShardReport, StepApplied])
 def test_a_cut_connection_resumed_in_a_round_changes_nothing(cluster: Cluster, kind: type[Message]) -> None:
     def cut(worker: DirectWorker) -> None:
         worker.go_away()
@@ -90,7 +92,7 @@ def test_thirty_rounds_with_losses_and_joins_count_every_sample_and_keep_replica
         if isinstance(message, StepApplied) and message.parameter_hash and not worker.dead:
             hashes[message.step].add(message.parameter_hash)
         # Every third round one that joined for it is lost in its midst.
-        if isinstance(message, Ready) and message.step % 3 == 2 and worker in joined[:-2]:
+        if isinstance(message, ShardReport) and message.step % 3 == 2 and worker in joined[:-2]:
             worker.die()
 
     class Join:
@@ -133,7 +135,13 @@ def test_thirty_rounds_with_losses_and_joins_count_every_sample_and_keep_replica
 
 @pytest.mark.parametrize(
     ("kind", "rounds"),
-    [(GradientBucket, SPARSE), (Ready, SPARSE), (StepApplied, SPARSE), (GradientBucket, PARTIAL), (Ready, PARTIAL)],
+    [
+        (GradientBucket, SPARSE),
+        (ShardReport, SPARSE),
+        (StepApplied, SPARSE),
+        (GradientBucket, PARTIAL),
+        (ShardReport, PARTIAL),
+    ],
 )
 def test_a_worker_lost_in_a_sparse_round_leaves_replicas_alike_and_the_last_one_takes_in_what_it_owes(
     cluster: Cluster, kind: type[Message], rounds: RoundSpec
@@ -262,7 +270,7 @@ def test_a_checkpoint_between_rounds_goes_on_exactly(
     assert difference(again.replica_set.master.model, job.replica_set.master.model) <= 1e-9
 
 
-@pytest.mark.parametrize("kind", [GradientBucket, Ready])
+@pytest.mark.parametrize("kind", [GradientBucket, ShardReport])
 def test_one_of_two_workers_lost_in_a_sparse_round_after_the_others_messages(
     cluster: Cluster, kind: type[Message]
 ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.protocol.messages import Message, Prepared, Ready, StateLoaded, StepApplied
+from guava_nb.protocol.messages import Message, Prepared, ShardReport, StateLoaded, StepApplied
 from guava_nb.training import membership
 from guava_nb.training.run import Run
 from tests.support.direct import DirectWorker, make_cluster
@@ -71,7 +71,7 @@ def assert_undisturbed(run: Run, epochs: int = 2) -> None:
     [
         (Prepared, 1, "it builds the run"),
         (StateLoaded, 1, "it takes the state"),
-        (Ready, 3, "step 3 is in work there"),
+        (ShardReport, 3, "step 3 is in work there"),
     ],
 )
 def test_a_worker_that_hangs_is_named_and_the_others_go_on(
@@ -91,7 +91,7 @@ def test_a_worker_that_hangs_is_named_and_the_others_go_on(
 
 
 def test_a_slow_worker_takes_part_again_when_it_answers(cluster: Cluster) -> None:
-    hang = Hang(Ready, 2)
+    hang = Hang(ShardReport, 2)
     start(cluster, None, hang)
     back = threading.Event()
 
@@ -111,7 +111,7 @@ def test_a_slow_worker_takes_part_again_when_it_answers(cluster: Cluster) -> Non
 
 def test_a_worker_whose_heartbeats_stay_away_is_spared_before_it_is_slow(cluster: Cluster) -> None:
     cluster.least_wait_s = 60.0
-    hang = Hang(Ready, 3)
+    hang = Hang(ShardReport, 3)
     silent = start(cluster, None, hang)[1]
     job = job_for(cluster, spec(), plan_for(loader()))
     job.start()

@@ -22,7 +22,7 @@ from guava_nb.errors import (
     TrainingError,
     WorkerLost,
 )
-from guava_nb.protocol.messages import Factory, GradientBucket, Message, Ready, State, StateLoaded, StepApplied
+from guava_nb.protocol.messages import Factory, GradientBucket, Message, ShardReport, State, StateLoaded, StepApplied
 from guava_nb.sync.handover import take_over
 from guava_nb.training.run import Run
 from tests.support.direct import DirectWorker, make_cluster, once_after
@@ -58,7 +58,7 @@ def assert_undisturbed(run: Run, epochs: int = 2) -> None:
     assert (run.lost_samples, run.duplicated_samples) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", [GradientBucket, Ready, StepApplied])
+@pytest.mark.parametrize("kind", [GradientBucket, ShardReport, StepApplied])
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_a_worker_lost_in_mid_step_changes_nothing(cluster: Cluster, kind: type[Message], count: int) -> None:
     hook = once_after(count, kind, lambda worker: worker.die())
@@ -71,7 +71,7 @@ def test_a_worker_lost_in_mid_step_changes_nothing(cluster: Cluster, kind: type[
     assert job.run.generations == 2
 
 
-@pytest.mark.parametrize("kind", [GradientBucket, Ready, StepApplied])
+@pytest.mark.parametrize("kind", [GradientBucket, ShardReport, StepApplied])
 def test_a_cut_connection_resumed_in_mid_step_changes_nothing(cluster: Cluster, kind: type[Message]) -> None:
     def cut(worker: DirectWorker) -> None:
         worker.go_away()
@@ -458,7 +458,7 @@ def test_a_worker_lost_while_it_gets_the_snapshot_is_waited_for_again(cluster: C
 
 def test_samples_that_end_every_worker_are_named(cluster: Cluster) -> None:
     def killer(worker: DirectWorker, message: Message) -> None:
-        if isinstance(message, Ready) and message.step == 2 and message.shard == 0:
+        if isinstance(message, ShardReport) and message.step == 2 and message.shard == 0:
             worker.die()
 
     start(cluster, [killer] * 4)
@@ -747,7 +747,7 @@ def test_interrupts_stop_at_a_commit_and_the_next_run_goes_on(cluster: Cluster, 
     assert_undisturbed(again.run)
 
 
-@pytest.mark.parametrize("kind", [GradientBucket, Ready, StepApplied])
+@pytest.mark.parametrize("kind", [GradientBucket, ShardReport, StepApplied])
 def test_losses_with_many_steps_in_flight_change_nothing(cluster: Cluster, kind: type[Message]) -> None:
     """26 steps an epoch, 8 and more sent ahead: all of a lost member's shards go to the others, in every step.
 

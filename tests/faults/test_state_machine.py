@@ -157,13 +157,13 @@ _on_commit = StepAccounting.on_commit
 _CRASH = (invariants.GOES_ON, NAMED)
 PLANTED = (
     Planted("a step may be reported before the one before it", StepExchange, "_asked", _any_step,
-            (invariants.HISTORY, invariants.GOES_ON), "group", ("Ready",), ("hostile",)),
+            (invariants.HISTORY, invariants.GOES_ON), "group", ("ShardReport",), ("hostile",)),
     Planted("a bucket's form is not checked", Bucket, "check_form", _nothing, _CRASH, records=("GradientBucket",)),
     Planted("a report counts of any shard", StepMachine, "was_asked", _any_shard, (invariants.ASKED, *_CRASH), "star",
-            ("GradientBucket", "Ready")),
+            ("GradientBucket", "ShardReport")),
     Planted("a state counts as loaded that was not sent", ReplicaSet, "_on_loaded", _any_state, (invariants.ASKED,), "group",
             ("StateLoaded",)),
-    Planted("a violation ends no session", Cluster, "expel", _nothing, (ENDS_SESSION,), records=("Shard",)),
+    Planted("a violation ends no session", Cluster, "expel", _nothing, (ENDS_SESSION,), records=("BatchShard",)),
     Planted("an answer on a batch is not checked", Validation, "check", _nothing, _CRASH, records=("Predicted", "Evaluated"),
             validates=True),
     Planted("samples are counted twice", StepAccounting, "on_commit", _twice, (invariants.ONCE,)),

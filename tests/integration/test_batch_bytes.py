@@ -10,7 +10,7 @@ import torch
 
 from guava_nb.data.codec import class_resolver, pack, unpack
 from guava_nb.link.session_events import MessageArrived
-from guava_nb.protocol.messages import Channel, Shard
+from guava_nb.protocol.messages import BatchShard, Channel
 from guava_nb.protocol.tensor_bounds import ITEM_BYTES
 from tests.support.links import FOREVER, world
 
@@ -83,7 +83,7 @@ def test_batches_arrive_identical_and_cost_hardly_more_than_their_bytes() -> Non
             before = ours.wire.out_bytes[Channel.BATCH]
             tree, buffers = pack([batch])
             ours.send(
-                Shard(
+                BatchShard(
                     run_id="run-1",
                     generation=1,
                     step=number,

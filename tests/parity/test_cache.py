@@ -14,6 +14,7 @@ from guava_nb.cluster.cluster import Cluster
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import (
+    BatchShard,
     CacheSpec,
     Evaluate,
     Factory,
@@ -21,7 +22,6 @@ from guava_nb.protocol.messages import (
     Message,
     RowList,
     RowsWanted,
-    Shard,
     counted_as,
 )
 from guava_nb.training.run import Run
@@ -49,7 +49,7 @@ class Watched(DirectWorker):
 
         def counted(message: Message, channel: int, buffers: Any = ()) -> None:
             size = sum(buffer.nbytes for buffer in buffers)
-            if isinstance(message, Shard | Evaluate) and counted_as(message, size) == channel:
+            if isinstance(message, BatchShard | Evaluate) and counted_as(message, size) == channel:
                 self.sample_bytes += size
             send(message, channel, buffers)
 

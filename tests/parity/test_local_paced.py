@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.roster import Member
 from guava_nb.data.split import share_ranges
-from guava_nb.protocol.messages import Factory, Ready, RoundSpec, RunSpec
+from guava_nb.protocol.messages import Factory, RoundSpec, RunSpec, ShardReport
 from guava_nb.sync.exchange import StepExchange
 from guava_nb.training.run import Run
 from tests.support.direct import DirectWorker, make_cluster
@@ -114,7 +114,7 @@ def test_a_worker_of_a_third_of_the_pace_takes_a_third_of_the_local_steps(
     """The reports say 1 and 3 seconds a sample, and all that follows is the run's own doing."""
     sound, local_steps = StepExchange._sound, list[Counter[int]]()
 
-    def slower(self: Any, rank: int, message: Ready) -> Ready:
+    def slower(self: Any, rank: int, message: ShardReport) -> ShardReport:
         message = sound(self, rank, message)
         return replace(message, forward_s=message.rows * (1.0, 3.0)[rank], backward_s=0.0)
 

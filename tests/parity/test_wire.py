@@ -12,12 +12,12 @@ import torch
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.errors import NotFinite
 from guava_nb.protocol.messages import (
+    BatchShard,
     GradientBucket,
     Message,
     ParameterBucket,
-    Ready,
     RunSpec,
-    Shard,
+    ShardReport,
     StepApplied,
     SumBucket,
 )
@@ -156,7 +156,7 @@ def test_bf16_halves_the_bytes_of_gradients_exactly(monkeypatch: pytest.MonkeyPa
 # -------------------------------------------------------------------------------------------------------------- faults
 
 
-@pytest.mark.parametrize("kind", [GradientBucket, Ready, StepApplied])
+@pytest.mark.parametrize("kind", [GradientBucket, ShardReport, StepApplied])
 def test_a_worker_killed_in_mid_step_costs_no_sample(cluster: Cluster, kind: type[Message]) -> None:
     hook = once_after(4, kind, lambda worker: worker.die())
     assert_near(train(cluster, wired("int8"), [None, hook, None]))
@@ -209,7 +209,7 @@ def test_nan_still_stops_the_run_and_names_parameter_and_samples(cluster: Cluste
 def sent_by(one: Any, step: int) -> list[bytes]:
     x, y = dataset(8, torch.float32).tensors
     payloads: list[bytes] = []
-    message = Shard(run_id="r", generation=0, step=step, shard=0, rows=8, global_rows=8, batch=None)  # type: ignore[arg-type]
+    message = BatchShard(run_id="r", generation=0, step=step, shard=0, rows=8, global_rows=8, batch=None)  # type: ignore[arg-type]
     sender = bucket_sender(lambda head, buffers: payloads.append(bytes(buffers[0])), message, one.wire)
     one.run_shard(ShardWork(step, 0, [(x, y)], 8, 8), sender)
     return payloads

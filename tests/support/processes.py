@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb import DistributedConfig, Orchestrator
-from guava_nb.processes.launcher import WorkerHandle, launch
+from guava_nb.processes.local_workers import WorkerHandle, launch
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.training.run import Run
 from tests.support.relay import Link, Relay
@@ -177,7 +177,7 @@ class Worker:
         self.session, self.folder, self.name = session, session.folder, name
         with pytest.MonkeyPatch.context() as patch:
             if identity is not None:  # another process's, as when a machine was cloned
-                patch.setattr("guava_nb.processes.launcher.secrets.token_bytes", lambda count: identity)
+                patch.setattr("guava_nb.processes.local_workers.secrets.token_bytes", lambda count: identity)
             self.handle: WorkerHandle = session.launch(code, name)
 
     @property

@@ -15,7 +15,7 @@ from guava_nb.protocol.messages import (
     step_records,
 )
 from guava_nb.protocol.messages.pass_records import CheckStep, Evaluate, Predict
-from guava_nb.protocol.messages.step_records import SchedulerStep, Shard, StepWithoutShard
+from guava_nb.protocol.messages.step_records import BatchShard, SchedulerStep, StepWithoutShard
 from guava_nb.protocol.messages.wire_types import Channel, Message
 
 __all__ = ["FROM_WORKERS", "KIND_OF", "MESSAGE_KINDS", "channel_of", "counted_as"]
@@ -37,7 +37,7 @@ KIND_OF: dict[type[Message], int] = {record: kind for kind, record in MESSAGE_KI
 FROM_WORKERS: frozenset[type[Message]] = frozenset(
     {
         *(run_records.Hello, run_records.Prepared, run_records.Leave),
-        *(step_records.StateLoaded, step_records.State, step_records.GradientBucket, step_records.Ready),
+        *(step_records.StateLoaded, step_records.State, step_records.GradientBucket, step_records.ShardReport),
         step_records.StepApplied,
         *(group_records.GroupFormed, group_records.ProbeListening, group_records.ProbeReport),
         *(pass_records.Evaluated, pass_records.Predicted, pass_records.Generated, pass_records.StepChecked),
@@ -67,7 +67,7 @@ def counted_as(message: Message, payload_bytes: int) -> Channel:
         return channel
     if isinstance(message, StepWithoutShard | SchedulerStep):
         return Channel.CONTROL
-    if not isinstance(message, Shard | Evaluate | Predict | CheckStep):
+    if not isinstance(message, BatchShard | Evaluate | Predict | CheckStep):
         return channel
     if message.source:
         return Channel.CONTROL

@@ -28,7 +28,7 @@ class Evaluate(Message, frozen=True, kw_only=True):
     """Orchestrator to worker (BATCH): forward only on this batch, at the last committed state.
 
     When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row. `metrics` are wanted beside
-    loss and accuracy. `cached`, `axes` (at most one each) and `source` are those of `Shard`.
+    loss and accuracy. `cached`, `axes` (at most one each) and `source` are those of `BatchShard`.
     """
 
     NUMBER: ClassVar[int] = 33
@@ -90,7 +90,7 @@ class Predict(Message, frozen=True, kw_only=True):
     """Orchestrator to worker (BATCH): the model's outputs on this batch, at the last committed state.
 
     When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row. `cached`, `axes` (at most
-    one each) and `source` are those of `Shard`.
+    one each) and `source` are those of `BatchShard`.
     """
 
     NUMBER: ClassVar[int] = 80
@@ -150,8 +150,8 @@ class CheckStep(Message, frozen=True, kw_only=True):
     """Orchestrator to worker (BATCH): compute loss and gradient of a batch whole and in pieces, and tell how they differ.
 
     The replica stays as it is. `batch` is a list: the whole batch, then its pieces; `rows` has the samples of each.
-    `source` is that of `Shard`. With `has_weights` the list ends with the state of the model that is compared, where it lies in
-    parts at the workers and is not as built.
+    `source` is that of `BatchShard`. With `has_weights` the list ends with the state of the model that is compared, where it
+    lies in parts at the workers and is not as built.
     """
 
     NUMBER: ClassVar[int] = 82

@@ -19,12 +19,12 @@ __all__ = [
     "LoadState",
     "ParameterBucket",
     "ParameterChange",
-    "Ready",
+    "ShardReport",
 ]
 __all__ += [
     "SaveState",
     "SavedState",
-    "Shard",
+    "BatchShard",
     "State",
     "StateLoaded",
     "StepWithoutShard",
@@ -120,7 +120,7 @@ class State(Message, frozen=True):
     saved: SavedState | None = None
 
 
-class Shard(Message, frozen=True, kw_only=True):
+class BatchShard(Message, frozen=True, kw_only=True):
     """Orchestrator to worker (BATCH): do this part of a step; here is its data.
 
     A step is done by every worker: those with no shard of it still get its sums and commit.
@@ -206,7 +206,7 @@ class ParameterChange(msgspec.Struct, frozen=True, array_like=True):
     rounding: float  # relative, of that
 
 
-class Ready(Message, frozen=True, kw_only=True):
+class ShardReport(Message, frozen=True, kw_only=True):
     """Worker to orchestrator: forward and backward of this shard are done and its buckets are on their way."""
 
     NUMBER: ClassVar[int] = 27
@@ -314,7 +314,7 @@ class StepApplied(Message, frozen=True, kw_only=True):
     parameter_hash: str = ""
     learning_rate: float | None = None
     skipped: bool = False
-    ready: Ready | None = None  # from a lone worker: its report on the shard, in the same message
+    ready: ShardReport | None = None  # from a lone worker: its report on the shard, in the same message
 
 
 class Abort(Message, frozen=True):

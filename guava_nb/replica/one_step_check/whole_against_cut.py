@@ -248,8 +248,8 @@ class _Trial(Replica):
             )
             return loss
 
-        vars(measure).update(user=getattr(objective, "user", None), torch_loss=objective.torch_loss)
-        return measure  # type: ignore[return-value]
+        measure.user = getattr(objective, "user", None)  # type: ignore[attr-defined]
+        return measure
 
     def go_on_from(self, replica: BaseReplica, is_copy: bool) -> None:
         """Be as far as a replica is, also where the model is no copy of its own; what is measured begins from here."""

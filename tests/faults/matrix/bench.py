@@ -30,7 +30,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb.errors import GuavaError
-from guava_nb.processes.launcher import WorkerHandle, launch
+from guava_nb.processes.local_workers import WorkerHandle, launch
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.sync import group_replica_set
 from guava_nb.training.run import Run
@@ -201,7 +201,7 @@ class Bench(Session):
             return subprocess.Popen([sys.executable, "-m", "tests.faults.matrix.worker"], **how)
 
         names = SimpleNamespace(Popen=start, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
-        with mock.patch("guava_nb.processes.launcher.subprocess", names):
+        with mock.patch("guava_nb.processes.local_workers.subprocess", names):
             return launch(code, "cpu", name, 1, self.orch.log_folder, self.orch.config)
 
     def ensure(self, count: int) -> list[Worker]:

@@ -213,7 +213,7 @@ def _wrap_send(session: Any) -> None:
         elif kind == "Leave":
             at("leave")
         send(self, message, buffers)
-        if kind == "Ready":
+        if kind == "ShardReport":
             at("sum", message.step)
 
     session._send = wrapped

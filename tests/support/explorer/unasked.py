@@ -21,8 +21,8 @@ from guava_nb.protocol.messages import (
     GroupFormed,
     Message,
     Prepared,
-    Ready,
     RowsWanted,
+    ShardReport,
     State,
     StateLoaded,
     StepApplied,
@@ -53,7 +53,7 @@ class _Claim:
     def messages(self) -> Iterator[Message]:
         """All reports on it."""
         head = {"run_id": self.run_id, "generation": self.generation, "step": self.step}
-        ready = Ready(
+        ready = ShardReport(
             **head, shard=self.shard, loss_sum=1e9, count=1.0, finite=True, rows=7, forward_s=0.0, backward_s=0.0,
             wait_s=0.0,
         )  # fmt: skip

@@ -20,6 +20,7 @@ from guava_nb.errors import GroupBroken, LinkClosed
 from guava_nb.link.lane import Wire
 from guava_nb.protocol.messages import (
     Abort,
+    BatchShard,
     Channel,
     FormGroup,
     GroupFormed,
@@ -27,7 +28,6 @@ from guava_nb.protocol.messages import (
     Message,
     Prepare,
     Prepared,
-    Shard,
     channel_of,
 )
 from guava_nb.worker.loop import WorkerLoop
@@ -262,8 +262,8 @@ class Worker:
         heard = not self.line.away and any(abort.generation >= order.generation for abort in aborts)
         return heard or bool(gone & set(order.members))
 
-    def _shard(self) -> Shard:
-        shard: Shard = self.steps._pending.current().todo[0][0]
+    def _shard(self) -> BatchShard:
+        shard: BatchShard = self.steps._pending.current().todo[0][0]
         return shard
 
     # ------------------------------------------------------------------------------------------------------ what it does

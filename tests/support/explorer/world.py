@@ -459,7 +459,7 @@ class World:
 
 
 #: Messages that only wait in a worker until there is work to do.
-QUIET = ("Accept", "Shard", "StepWithoutShard", "SumBucket", "ParameterBucket", "CommitStep")
+QUIET = ("Accept", "BatchShard", "StepWithoutShard", "SumBucket", "ParameterBucket", "CommitStep")
 
 _JOB = frozenset(["job"])
 

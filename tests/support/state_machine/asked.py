@@ -27,7 +27,7 @@ def _to(question: type[Message] | tuple[type[Message], ...], *fields: str) -> Ru
 
 
 def _applied(sent: Sequence[Message], answer: Any) -> bool:
-    step = (m.Shard, m.StepWithoutShard, m.SumBucket, m.ParameterBucket, m.CommitStep, m.LoadState)
+    step = (m.BatchShard, m.StepWithoutShard, m.SumBucket, m.ParameterBucket, m.CommitStep, m.LoadState)
     return _to(step, "run_id", "step")(sent, answer) or _to(m.Abort, "run_id", "generation")(sent, answer)
 
 
@@ -56,8 +56,8 @@ ANSWERS: dict[type[Message], Rule] = {
     m.Prepared: _to(m.Prepare, "run_id", "generation"),
     m.StateLoaded: _to(m.LoadState, "run_id", "generation"),
     m.State: _to(m.FetchState, "run_id", "request_id"),
-    m.GradientBucket: _to(m.Shard, "run_id", "generation", "step", "shard"),
-    m.Ready: _to(m.Shard, "run_id", "generation", "step", "shard"),
+    m.GradientBucket: _to(m.BatchShard, "run_id", "generation", "step", "shard"),
+    m.ShardReport: _to(m.BatchShard, "run_id", "generation", "step", "shard"),
     m.StepApplied: _applied,
     m.GroupFormed: _to(m.FormGroup, "run_id", "generation"),
     m.Evaluated: _to(m.Evaluate, "run_id", "request_id"),
@@ -67,7 +67,7 @@ ANSWERS: dict[type[Message], Rule] = {
     m.Failure: _failed,
     m.CacheHeld: _to(m.Prepare, "run_id"),
     m.RowList: _to(m.ListRows, "run_id"),
-    m.RowsWanted: _to((m.Shard, m.Evaluate, m.Prepare), "run_id"),
+    m.RowsWanted: _to((m.BatchShard, m.Evaluate, m.Prepare), "run_id"),
     m.DataFacts: _to(m.AskData, "request_id"),
     m.LineMeasured: _to(m.MeasureLine, "measuring_id"),
     m.CodeValues: _to(m.RunCode, "request_id"),
@@ -76,7 +76,7 @@ ANSWERS: dict[type[Message], Rule] = {
     m.ProbeReport: _to(m.ProbeDial, "probe_id"),
 }
 #: Answers that a liar can put wrong numbers into, so that the weights are not those of plain PyTorch.
-TAINTING = (m.GradientBucket, m.Ready, m.StepApplied, m.State)
+TAINTING = (m.GradientBucket, m.ShardReport, m.StepApplied, m.State)
 
 
 def is_answer(sent: Sequence[Message], message: Message) -> bool:

@@ -33,7 +33,7 @@ from guava_nb.protocol.messages import (
     LineMeasured,
     Message,
     PhaseReport,
-    Ready,
+    ShardReport,
     TaskEnergy,
     channel_of,
 )
@@ -56,7 +56,7 @@ BAD = [-1e300, -1.0, math.nan, math.inf, -math.inf, 1e300]
 def test_a_sound_figure_is_finite_and_not_negative(figure: float) -> None:
     assert is_valid(figure) == (math.isfinite(figure) and -1e-6 <= figure <= 1e30)
     found, odd = without_invalid(
-        Ready(
+        ShardReport(
             run_id="r",
             generation=1,
             step=1,
@@ -171,7 +171,7 @@ def test_odd_rates_and_odd_steps_name_the_worker(seated: Seated, monkeypatch: py
     assert "The line to w is not in these rates: up_bytes_s = nan." in line_survey.measure_lines(seated.cluster)
     assert seated.cluster.roster.members[0].line == (None, None)
     exchange = job_for(seated.cluster, spec(), plan_for(loader())).window.exchange
-    bad = Ready(
+    bad = ShardReport(
         run_id="r",
         generation=1,
         step=1,

@@ -7,13 +7,13 @@ import pytest
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.forecast.run_facts import RunFacts, peeked
 from guava_nb.protocol.framing import message_bytes
-from guava_nb.protocol.messages import Message, Ready, StepApplied
+from guava_nb.protocol.messages import Message, ShardReport, StepApplied
 from guava_nb.training.initial_state import build_replicas
 from guava_nb.training.plan import TrainingPlan
 from tests.support.training import loader, spec
 
 
-class LongerReport(Ready, frozen=True, kw_only=True):
+class LongerReport(ShardReport, frozen=True, kw_only=True):
     """A report to which the protocol has added a field."""
 
     waited_s: float
@@ -34,12 +34,12 @@ def run() -> RunFacts:
 
 
 def test_a_record_weighs_what_the_one_that_is_sent_weighs(run: RunFacts) -> None:
-    sent = Ready(
+    sent = ShardReport(
         run_id="run-1", generation=1, step=1007, shard=1, loss_sum=12.25, count=16.0, finite=True, rows=16, forward_s=0.5,
         backward_s=1.0, wait_s=0.25,
     )  # fmt: skip
-    assert run.back(Ready).in_bytes == pytest.approx(message_bytes(sent, 0), abs=4)
-    assert run.back(StepApplied, ready=run.typical(Ready)).in_bytes > run.back(Ready).in_bytes
+    assert run.back(ShardReport).in_bytes == pytest.approx(message_bytes(sent, 0), abs=4)
+    assert run.back(StepApplied, ready=run.typical(ShardReport)).in_bytes > run.back(ShardReport).in_bytes
 
 
 def test_a_field_that_the_protocol_adds_is_weighed_and_one_of_a_strange_type_is_refused(run: RunFacts) -> None:

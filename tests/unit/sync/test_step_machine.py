@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guava_nb.config.mesh import Mesh
-from guava_nb.protocol.messages import Ready
+from guava_nb.protocol.messages import ShardReport
 from guava_nb.sync.step_machine import Add, Decided, Halt, Reissue, SendBucket, ShardTask, StepMachine
 
 
-def ready(shard: int, loss: float = 1.0, count: float = 4.0, finite: bool = True, generation: int = 0) -> Ready:
-    return Ready(
+def ready(shard: int, loss: float = 1.0, count: float = 4.0, finite: bool = True, generation: int = 0) -> ShardReport:
+    return ShardReport(
         run_id="run",
         generation=generation,
         step=0,
@@ -174,7 +174,7 @@ def test_a_count_that_is_not_finite_halts_the_step() -> None:
         assert machine(2).on_ready(0, odd) == [Halt(0, 0, None)]
 
 
-def voted(mesh: Mesh, *reports: Ready) -> list[object]:
+def voted(mesh: Mesh, *reports: ShardReport) -> list[object]:
     """What a group's step comes to, whose last rank reports first."""
     m = machine(mesh.size, (), mesh=mesh)
     out: list[object] = []

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from guava_nb.data.codec import pack
-from guava_nb.protocol.messages import Commit, Failure, GradientBucket, Ready, RoundSpec, Shard, StepApplied, SumBucket
+from guava_nb.protocol.messages import (
+    BatchShard,
+    Commit,
+    Failure,
+    GradientBucket,
+    RoundSpec,
+    ShardReport,
+    StepApplied,
+    SumBucket,
+)
 from guava_nb.replica.rounds.local_replica import whole_replica
 from guava_nb.replica.shard import ShardResult
 from guava_nb.telemetry import BACKWARD, FORWARD, PhaseBook
@@ -49,7 +58,7 @@ class Runner:
             return parts
 
         rows = STEPS * ROWS
-        message = Shard(
+        message = BatchShard(
             run_id="r", generation=generation, step=step, shard=0, rows=rows, global_rows=rows if solo else 2 * rows,
             batch=pack(None)[0], solo=solo, part_rows=(ROWS,) * STEPS, part_steps=tuple(range(STEPS)), num_steps=STEPS,
         )  # fmt: skip
@@ -91,7 +100,7 @@ def test_the_next_round_is_begun_while_the_sum_travels_and_its_batches_are_loade
     late.sum(0)
     late.shard(1)
     assert late.turns() == 2
-    assert [m.step for m in early.kinds(Ready)] == [0, 1] == [m.step for m in late.kinds(Ready)]
+    assert [m.step for m in early.kinds(ShardReport)] == [0, 1] == [m.step for m in late.kinds(ShardReport)]
     ways = [[b[0] for m, b in one.sent if isinstance(m, GradientBucket)] for one in (early, late)]
     torch.testing.assert_close(*ways, rtol=0, atol=0)
     assert [m.step for m in early.kinds(StepApplied)] == [0]
@@ -121,7 +130,7 @@ def test_early_steps_are_in_the_report_and_their_phases_are_noted_before_the_sum
     early_s = runner.replica._early.seconds  # type: ignore[attr-defined]
     runner.sum(0)
     runner.turns()
-    last = runner.kinds(Ready)[-1]
+    last = runner.kinds(ShardReport)[-1]
     assert last.forward_s + last.backward_s > early_s > 0
 
 
@@ -132,7 +141,11 @@ def test_a_sum_that_is_here_comes_first() -> None:
     assert runner.runner.advance(leaving=False) is None
     runner.sum(0)
     runner.turns()
-    assert [type(m) for m, _ in runner.sent if isinstance(m, Ready | StepApplied)] == [Ready, StepApplied, Ready]
+    assert [type(m) for m, _ in runner.sent if isinstance(m, ShardReport | StepApplied)] == [
+        ShardReport,
+        StepApplied,
+        ShardReport,
+    ]
 
 
 @pytest.mark.parametrize("run_spec", [spec(precision="fp64", rounds=RoundSpec("average", 1.0, 0.0)), DELAYED])

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from guava_nb.data.codec import pack
-from guava_nb.protocol.messages import Shard
+from guava_nb.protocol.messages import BatchShard
 from guava_nb.replica.preprocess import cut_at
 from guava_nb.worker.smaller_pieces import axes_for, memory_advice
 
 
-def shard(source: int, axes: tuple[bytes, ...] = ()) -> Shard:
-    return Shard(
+def shard(source: int, axes: tuple[bytes, ...] = ()) -> BatchShard:
+    return BatchShard(
         run_id="run-1",
         generation=0,
         step=0,

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from guava_nb.protocol.messages import (
     Abort,
+    BatchShard,
     BoardEnergy,
     EndRun,
     Energy,
     Factory,
     Message,
     Prepare,
-    Ready,
     RunSpec,
-    Shard,
+    ShardReport,
     StepApplied,
     Tree,
 )
@@ -31,8 +31,8 @@ def new_run(work: OwnWork, run_id: str = "r") -> None:
     work.arrived(Prepare(run_id, (), SPEC))
 
 
-def shard(step: int, rows: int, total: int, number: int = 0, **more: Any) -> Shard:
-    return Shard(
+def shard(step: int, rows: int, total: int, number: int = 0, **more: Any) -> BatchShard:
+    return BatchShard(
         run_id="r",
         generation=1,
         step=step,
@@ -44,8 +44,8 @@ def shard(step: int, rows: int, total: int, number: int = 0, **more: Any) -> Sha
     )
 
 
-def ready(step: int, rows: int, number: int = 0, run_id: str = "r") -> Ready:
-    return Ready(
+def ready(step: int, rows: int, number: int = 0, run_id: str = "r") -> ShardReport:
+    return ShardReport(
         run_id=run_id,
         generation=1,
         step=step,

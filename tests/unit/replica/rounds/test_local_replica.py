@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from guava_nb.data.split import share_ranges
 from guava_nb.errors import LocalProtocolError, TrainingError
-from guava_nb.protocol.messages import Commit, Factory, GradientBucket, RoundSpec, RunSpec, Shard
+from guava_nb.protocol.messages import BatchShard, Commit, Factory, GradientBucket, RoundSpec, RunSpec
 from guava_nb.replica.gradient_buckets import bucket_sender
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rounds.local_replica import LocalReplica, whole_replica
@@ -149,7 +149,7 @@ def test_a_lone_round_takes_in_what_earlier_messages_left_out_and_an_undone_one_
     sparse = made(
         replace(SPEC, rounds=RoundSpec("sparse", 1.0, 0.0), optimizer=Factory("SGD", {"lr": 0.1})), norm=False
     )
-    asked = Shard(run_id="r", generation=0, step=0, shard=0, rows=24, global_rows=24, batch=None)  # type: ignore[arg-type]
+    asked = BatchShard(run_id="r", generation=0, step=0, shard=0, rows=24, global_rows=24, batch=None)  # type: ignore[arg-type]
     came: list[tuple[GradientBucket, memoryview]] = []
     sender = bucket_sender(lambda head, buffers: came.append((head, buffers[0])), asked, sparse.wire)  # type: ignore[arg-type]
     result = sparse.run_shard(work(), sender)
