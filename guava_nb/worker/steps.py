@@ -362,9 +362,7 @@ class StepRunner:
         if following is not None:
             self._prefetch.begin(key_of(following[0]), following[1])
 
-    def _run_shard(
-        self, run: PreparedRun, message: BatchShard, parts: list[Any], goes_ahead: bool = False
-    ) -> LaunchedShard:
+    def _run_shard(self, run: PreparedRun, message: BatchShard, parts: list[Any], ahead: bool = False) -> LaunchedShard:
         """Run the shard; on lack of memory cut it into smaller pieces, whose gradients add up to the same.
 
         Raises:
@@ -377,7 +375,7 @@ class StepRunner:
             try:
                 with self._flops.around(message.rows):
                     on_bucket = None if message.solo else bucket_sender(self._send, message, replica.wire)
-                    launched = replica.launch_shard(work, on_bucket, goes_ahead)
+                    launched = replica.launch_shard(work, on_bucket, ahead)
                 if self._energy is not None:
                     self._energy.flops = self._flops.per_sample
                 return launched

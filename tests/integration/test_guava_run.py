@@ -176,10 +176,12 @@ def test_an_accelerate_script_trains_as_in_one_process(start, hub: Orchestrator,
 
 
 @needs_accelerate
-@pytest.mark.parametrize("module", ["test_sync", "test_script"])
-def test_the_scripts_that_accelerate_ships(module: str, start, hub: Orchestrator) -> None:
-    both = run_two(start, hub, "-m", f"accelerate.test_utils.scripts.{module}")
-    if module == "test_script":  # it goes through as a single process too, and says so
+@pytest.mark.parametrize(
+    "program", [[str(PROGRAMS / "accelerate_sync.py")], ["-m", "accelerate.test_utils.scripts.test_script"]]
+)
+def test_the_scripts_that_accelerate_ships(program: list[str], start, hub: Orchestrator) -> None:
+    both = run_two(start, hub, *program)
+    if "-m" in program:  # it goes through as a single process too, and says so
         assert all("DistributedType.MULTI_CPU" in one.output and "Num processes: 2" in one.output for one in both)
 
 

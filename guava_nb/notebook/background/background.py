@@ -69,7 +69,7 @@ class Background:
         """
         if name in _HERE:
             return False
-        if name == "guava_up" and self._connection is not None and not self._connection.record.lives:
+        if name == "guava_up" and self._connection is not None and not self._is_there(self._connection):
             self.leave()  # it was killed: this line is what any other magic would tell to run
         wants_one = name == "guava_up" and args.background
         if self._session.is_open:
@@ -85,6 +85,15 @@ class Background:
                 "The background session is open already, so --idle-limit did not change; %guava_down first, then %guava_up."
             )
         return self._connection is not None
+
+    def _is_there(self, line: Connection) -> bool:
+        """Whether the process answers, or its end is no answer: one that was killed a moment ago is still listed."""
+        try:
+            line.ask("hello", shown=False)
+        except ClusterError:
+            if line.record.lives:
+                raise
+        return line.record.lives
 
     def _find(self, name: str, wants_one: bool, args: argparse.Namespace) -> None:
         path = record_path()

@@ -31,7 +31,8 @@ from torch.distributed.tensor import DTensor
 
 from guava_nb.data.codec import tensor_bytes
 from guava_nb.random_streams import STREAMS, place_in, put_back
-from guava_nb.replica.one_step_check.set_aside import Pulled
+from guava_nb.replica.one_step_check.namespaces import Cell, ClassAttributes, Slots, Switches, has_slots
+from guava_nb.replica.one_step_check.set_aside import CACHE, Pulled
 from guava_nb.spec.own_code import is_own, users_function
 
 __all__ = ["Kept", "ModuleGlobals", "PythonState", "adopt", "changed_since", "digests", "is_alike", "is_apart"]
@@ -253,7 +254,7 @@ def _owners(model: nn.Module, others: Mapping[str, object], seen: set[int]) -> I
 
 
 def _of_module(label: str, module: nn.Module, seen: set[int]) -> Iterator[_Owner]:
-    yield _Owner(label, _Switches(module), lambda key, value: bool(value))
+    yield _Owner(label, Switches(module), lambda key, value: bool(value))
     for name, part in module.named_modules():
         yield _Owner(f"{label}.{name}" if name else label, vars(part), _is_of_user)
         yield from _of_globals(getattr(getattr(type(part), "forward", None), "__globals__", {}), seen)
@@ -261,7 +262,8 @@ def _of_module(label: str, module: nn.Module, seen: set[int]) -> Iterator[_Owner
 
 def _is_of_user(key: str, value: Any) -> bool:
     """Whether an attribute of a module is neither torch's nor what our layers that are shared out keep there."""
-    return key not in _TORCHS and not type(value).__module__.startswith("guava_nb.")
+    is_ours = type(value).__module__.startswith("guava_nb.") and not isinstance(value, Pulled)
+    return key not in _TORCHS and not is_ours
 
 
 def _of_object(label: str, found: object, seen: set[int]) -> Iterator[_Owner]:
@@ -293,67 +295,15 @@ def _of_function(function: types.FunctionType, seen: set[int]) -> Iterator[_Owne
             if isinstance(inner := cell.cell_contents, types.FunctionType) and is_own(inner.__globals__):
                 yield from _of_function(inner, seen)
             elif isinstance(inner, _PLAIN) or _is_filled(inner):
-                yield _Owner(function.__name__, _Cell(name, cell), lambda key, value: True)
+                yield _Owner(function.__name__, Cell(name, cell), lambda key, value: True)
 
 
 def _is_filled(value: Any) -> bool:
     """Whether a value changes where it is, and is small."""
     is_plain = type(value) is np.ndarray or (type(value) is Tensor and not value.requires_grad)
     is_small = (is_plain or isinstance(value, dict | list | set | deque)) and _is_small(value)
-    return is_small or isinstance(value, (itertools.count, Pulled, *STREAMS))
-
-
-class _Cell(dict[str, Any]):
-    """A variable of the function around another one, as a namespace."""
-
-    def __init__(self, name: str, cell: types.CellType) -> None:
-        super().__init__({name: None})
-        self._cell = cell
-
-    def items(self) -> Any:
-        """Its name and value."""
-        return [(name, self._cell.cell_contents) for name in self]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        """Fill it anew."""
-        self._cell.cell_contents = value
-
-
-class _Switches(dict[str, Any]):
-    """Which parameters of a module take gradients, as a namespace of one name."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._module = module
-
-    def items(self) -> Any:
-        """Its name and value."""
-        return [("requires_grad", {name: p.requires_grad for name, p in self._module.named_parameters()})]
-
-    def __setitem__(self, _: str, value: Any) -> None:
-        """Switch them back."""
-        for name, parameter in self._module.named_parameters():
-            parameter.requires_grad_(value[name])
-
-
-class _ClassAttributes(dict[str, Any]):
-    """What a class has itself, as a namespace."""
-
-    def __init__(self, cls: type) -> None:
-        super().__init__()
-        self._class = cls
-
-    def items(self) -> Any:
-        """Names and values."""
-        return list(vars(self._class).items())
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        """Set one."""
-        setattr(self._class, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        """Take one away."""
-        delattr(self._class, name)
+    is_unused = isinstance(value, CACHE) and not sum(value.cache_info()[:2])  # another one cannot be put back
+    return is_small or is_unused or isinstance(value, (itertools.count, Pulled, *STREAMS))
 
 
 def _is_of_class(key: str, value: Any) -> bool:
@@ -376,12 +326,16 @@ def _of_globals(names: dict[str, Any], seen: set[int]) -> Iterator[_Owner]:
         yield from _of_function(function, seen)
     for value in list(names.values()):
         if isinstance(value, type) and value.__module__ == module:
-            yield _Owner(f"{module}.{value.__qualname__}", _ClassAttributes(value), _is_of_class)
+            yield _Owner(f"{module}.{value.__qualname__}", ClassAttributes(value), _is_of_class)
     for other in {id(one): one for one in map(_namespace_of, list(names.values())) if one is not None}.values():
         yield from _of_globals(other, seen)
     for key, value in list(names.items()):
-        if getattr(type(value), "__module__", "") == module and hasattr(value, "__dict__") and _is_small(value):
-            yield _Owner(f"{module}.{key}", vars(value), lambda key, value: True)
+        if isinstance(value, nn.Module):
+            for part_name, part in value.named_modules(prefix=f"{module}.{key}"):
+                yield _Owner(part_name, part._buffers, lambda key, value: value is not None and _is_small(value))
+        elif getattr(type(value), "__module__", "") == module and _has_attributes(value) and _is_small(value):
+            for kept in (vars(value) if hasattr(value, "__dict__") else {}, Slots(value)):
+                yield _Owner(f"{module}.{key}", kept, lambda key, value: True)
 
 
 def _namespace_of(value: Any) -> dict[str, Any] | None:
@@ -394,6 +348,7 @@ def _namespace_of(value: Any) -> dict[str, Any] | None:
 
 
 def _functions_of(value: Any, module: str) -> Iterator[types.FunctionType]:
+    value = value.__wrapped__ if isinstance(value, CACHE) else value
     if isinstance(value, types.FunctionType) and value.__module__ == module:
         yield value
     elif isinstance(value, type) and value.__module__ == module:
@@ -425,6 +380,8 @@ def _flatten(value: Any, path: str, found: dict[str, Any], seen: set[int], most:
         found[path] = value.tobytes()
     elif isinstance(value, itertools.count):
         found[path] = repr(value)
+    elif isinstance(value, CACHE):
+        found[path] = value.cache_info().misses  # one that only remembers stays where it is from the second forward on
     elif isinstance(value, STREAMS):
         place = place_in(value)
         found[path] = place if isinstance(place, Tensor) else repr(place)
@@ -440,13 +397,14 @@ def _flatten(value: Any, path: str, found: dict[str, Any], seen: set[int], most:
     elif isinstance(value, Set):
         found[path] = repr(sorted(map(repr, value)))
     elif _has_attributes(value):
-        _flatten(vars(value), path, found, seen, most)
+        _flatten({**getattr(value, "__dict__", {}), **Slots(value)}, path, found, seen, most)
 
 
 def _has_attributes(value: Any) -> bool:
     """Whether attributes of a value are the user's: what spreads a module over ranks holds tensors whose memory is given back."""
     is_code = isinstance(value, type | types.FunctionType | types.ModuleType)
-    return hasattr(value, "__dict__") and not is_code and not type(value).__module__.startswith("torch.distributed")
+    is_torchs = type(value).__module__.startswith("torch.distributed")
+    return (hasattr(value, "__dict__") or has_slots(value)) and not is_code and not is_torchs
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -471,7 +429,9 @@ def _is_small(value: Any) -> bool:
     if isinstance(value, nn.Module | type | types.FunctionType | types.ModuleType):
         return False
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | deque) else ()
-    if any(isinstance(one, nn.Module | Tensor | np.ndarray) for one in inside):
+    if any(
+        isinstance(one, nn.Module) or (isinstance(one, Tensor | np.ndarray) and not _is_filled(one)) for one in inside
+    ):
         return False
     _flatten(value, "", found, set(), _MOST_VALUES)
     return len(found) <= _MOST_VALUES
@@ -494,6 +454,8 @@ def _refilled(value: Any, saved: Any) -> Any:
         value[...] = saved
     elif isinstance(value, STREAMS):
         put_back(value, place_in(saved))
+    elif isinstance(value, CACHE):
+        value.cache_clear()
     else:
         return saved
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import sys
 import types
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 from guava_nb.spec.factories import Resolve
 from guava_nb.spec.own_code import is_own, users_function
 
-__all__ = ["Pulled", "copying", "names_kept", "set_aside", "uncompiled"]
+__all__ = ["CACHE", "Pulled", "copying", "names_kept", "set_aside", "uncompiled", "with_places"]
 
 #: What a factory may note itself in.
 _CONTAINERS = (list, dict, set, deque)
+#: A function that `functools.lru_cache` or `functools.cache` made.
+CACHE = functools._lru_cache_wrapper
 _TEE: type = type(itertools.tee(())[0])
 #: Iterators of Python's own from which code pulls by `next` and `for`.
 _ITERATORS: tuple[type, ...] = (
@@ -84,6 +87,7 @@ def names_kept(roots: Iterable[object]) -> Iterator[None]:
     attributes = [(one, dict(vars(one))) for one in classes]
     held = [value for _, values in (*kept, *attributes) for name, value in values.items() if not name.startswith("__")]
     containers = [(value, copy.copy(value)) for value in held if type(value) in _CONTAINERS]
+    unused = [value for value in held if isinstance(value, CACHE) and not sum(value.cache_info()[:2])]
     try:
         for names, values in kept:
             names.update({name: twins[id(value)].pulled for name, value in values.items() if id(value) in twins})
@@ -95,6 +99,8 @@ def names_kept(roots: Iterable[object]) -> Iterator[None]:
             for name in names.keys() - values.keys():
                 del names[name]
             names.update(values)
+        for cache in unused:
+            cache.cache_clear()
         for one, values in attributes:
             for name, value in values.items():
                 if not name.startswith("__") and vars(one).get(name) is not value:
@@ -121,6 +127,15 @@ class Pulled:
 
     def __deepcopy__(self, memo: Any) -> Pulled:
         return Pulled(copy.copy(self._items), self.place)
+
+
+def with_places(model: nn.Module) -> nn.Module:
+    """Let iterators that a model's modules keep know how far they were pulled; the model is given back."""
+    for part in model.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, _ITERATORS):
+                vars(part)[name] = Pulled(itertools.tee(vars(part)[name])[0])
+    return model
 
 
 class _Twin:

@@ -41,7 +41,7 @@ from guava_nb.replica.one_step_check.differences import (
     is_unlike,
 )
 from guava_nb.replica.one_step_check.python_state import Kept, PythonState, adopt, is_alike, is_apart
-from guava_nb.replica.one_step_check.set_aside import copying, names_kept, set_aside, uncompiled
+from guava_nb.replica.one_step_check.set_aside import copying, names_kept, set_aside, uncompiled, with_places
 from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather, no_process_group
 from guava_nb.replica.one_step_check.taken_away import WithoutFrequencies, fixed_statistics
 from guava_nb.replica.replica import Replica
@@ -261,7 +261,7 @@ class _Trial(Replica):
                 adopt(mine, its)
         self._first = {name: value.detach().clone() for name, value in self._followed()}
         self._buffers.save_all()
-        self._state = PythonState(self.model, self.user_code)
+        self._state = PythonState(with_places(self.model), self.user_code)
 
     def measure(
         self, pieces: _Pieces, seed: int = 0, stale: Set[str] = frozenset(), keep: bool = False, apart: bool = True

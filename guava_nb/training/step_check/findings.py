@@ -195,7 +195,8 @@ def verdict_on(
     begin = f"One-step check: {some} of {question.about}, whole and in pieces on {name} ({show_time(seconds)})"
     if refusal := _about_writes(spec, answer):
         return Verdict({**record, "outcome": "writes"}, f"{begin}: {refusal}", False, answer.compared, is_refused=True)
-    if answer.outcome == "same" and not (_is_pipeline(spec) and answer.moved) and not _looked(question, answer):
+    runs_often = _is_pipeline(spec) and (answer.moved or answer.kept)
+    if answer.outcome == "same" and not runs_often and not _looked(question, answer):
         drawn = f", apart from {', '.join(answer.drawn)}, whose draws depend on the shares" if answer.drawn else ""
         few = f". Not all of the batch was looked at ({unseen}), so what begins with more samples was not seen"
         equal = f"loss and gradient are equal{drawn}{few if unseen else ''}"
@@ -309,9 +310,8 @@ def _about_buffers(spec: RunSpec, answer: Finding) -> Iterator[str]:
 
 
 def _about_python(spec: RunSpec, question: Question, answer: Finding) -> Iterator[str]:
-    pipeline = _is_pipeline(spec)
-    if answer.unlike:
-        yield _about_state(pipeline, answer.unlike[:3], spec)
+    if names := answer.unlike or (answer.kept if _is_pipeline(spec) else ()):
+        yield _about_state(names[:3], spec)
     elif looked := _looked(question, answer):
         yield (
             f"Each forward changes {', '.join(looked[:3])}, in a validation too, and the next one depends on it. Workers "
@@ -324,12 +324,12 @@ def _looked(question: Question, answer: Finding) -> tuple[str, ...]:
     return answer.kept_looking if question.is_validated else ()
 
 
-def _about_state(pipeline: bool, names: Sequence[str], spec: RunSpec) -> str:
+def _about_state(names: Sequence[str], spec: RunSpec) -> str:
     what = f"{', '.join(names)}, which {'is' if len(names) == 1 else 'are'} no buffer of the model"
-    if pipeline:
+    if _is_pipeline(spec):
         assert spec.parallel is not None
         return (
-            f"Each forward changes {what}, and the next one depends on it: a pipeline runs the forward for each of the "
+            f"Each forward changes {what}, and one after it may depend on it: a pipeline runs the forward for each of the "
             f"{spec.parallel.micro_batches} micro-batches of a step: take --micro-batches 1, or a mode without stages"
         )
     return (

@@ -142,7 +142,7 @@ class _NoRandomness:
         return True
 
     def to_plain(self) -> dict[str, object]:
-        return {"drawn": 0}
+        return {"generators": {}}
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import types
 from typing import Any
@@ -284,11 +285,17 @@ def test_a_buffer_that_a_validation_moves_too_is_named() -> None:
         assert not replica.model.offset.any()
 
 
-@pytest.mark.parametrize(("text", "name"), [("TEACHER", "teacher"), ("LATER", "steps"), ("CACHE", "")])
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("TEACHER", "teacher"), ("LATER", "steps"), ("SLOTS", "meter.n"), ("MODULE", "clock.n"), ("TABLE", "stats"),
+        ("REMEMBERED", "seen"), ("CACHE", ""), ("RECALLED", ""),
+    ],
+)  # fmt: skip
 def test_what_is_kept_for_later_steps_is_named_in_the_first_check(text: str, name: str) -> None:
-    """A copy of the weights that follows them, a counter that matters from the tenth step on; no cache."""
+    """A copy of the weights that follows them, counters that matter from the tenth step on; no cache."""
     module = types.ModuleType("own_step")
-    module.__dict__.update(copy=copy, torch=torch, functional=functional, __file__="own_step.py")
+    module.__dict__.update(copy=copy, torch=torch, functional=functional, cache=functools.cache, __file__="own_step.py")
     exec(globals()[text], module.__dict__)
     _, spec = built("added", "fp64")
     spec = msgspec.structs.replace(spec, step=Factory("own"))
@@ -300,7 +307,27 @@ def test_what_is_kept_for_later_steps_is_named_in_the_first_check(text: str, nam
     before = [p.clone() for p in replica.model.parameters()]
     kept = [one for one in look(replica, spec, resolve).kept if not one.endswith("calls")]  # Net counts, too
     assert kept == ([f"own_step.{name}"] if name else [])
+    put_back = {
+        "SLOTS": "meter.n",
+        "MODULE": "clock.n.item()",
+        "TABLE": "stats['n'].item()",
+        "REMEMBERED": "seen.cache_info()[1]",
+    }
+    assert eval(put_back.get(text, "0"), module.__dict__) == 0
     assert all(torch.equal(a, b) for a, b in zip(before, replica.model.parameters(), strict=True))
+
+
+def test_an_iterator_that_the_model_keeps_is_named_and_stands_where_it_stood() -> None:
+    def scaled(model: nn.Module, batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1]) * next(model.scales)
+
+    _, spec = built("added", "fp64")
+    spec = msgspec.structs.replace(spec, step=Factory("own"))
+    resolve = lambda name: scaled if name == "own" else found(name)  # noqa: E731
+    replica = Replica(spec, resolve, torch.device("cpu"))
+    scales = replica.model.scales = iter([1.0] * 50)
+    assert "model.scales" in look(replica, spec, resolve).kept
+    assert replica.model.scales is scales and len(list(scales)) == 50
 
 
 TEACHER = """
@@ -324,6 +351,52 @@ def step(model, batch):
     steps += 1
     out = model(x)
     return functional.cross_entropy(out, y) + (out.square().mean() if steps > 9 else 0.0)
+"""
+SLOTS = """
+class Meter:
+    __slots__ = ("n",)
+    def __init__(self):
+        self.n = 0
+meter = Meter()
+def step(model, batch):
+    x, y = batch
+    meter.n += 1
+    out = model(x)
+    return functional.cross_entropy(out, y) + (out.square().mean() if meter.n > 9 else 0.0)
+"""
+MODULE = """
+class Clock(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.zeros(()))
+clock = Clock()
+def step(model, batch):
+    x, y = batch
+    clock.n += 1
+    return functional.cross_entropy(model(x), y) * (2 if clock.n > 9 else 1)
+"""
+TABLE = """
+stats = {"n": torch.zeros(()), "worst": None}
+def step(model, batch):
+    x, y = batch
+    stats["n"] += 1
+    return functional.cross_entropy(model(x), y) * (2 if stats["n"] > 9 else 1)
+"""
+REMEMBERED = """
+@cache
+def seen(number):
+    return number
+def step(model, batch):
+    x, y = batch
+    return functional.cross_entropy(model(x), y) * (2 if seen(seen.cache_info().misses) > 9 else 1)
+"""
+RECALLED = """
+@cache
+def scale(width):
+    return width ** -0.5
+def step(model, batch):
+    x, y = batch
+    return functional.cross_entropy(model(x) * scale(4), y)
 """
 CACHE = """
 last = None

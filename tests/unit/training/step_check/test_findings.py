@@ -38,6 +38,7 @@ def asked(**changes):
             "model.mean, which is no buffer.*register_buffer",
             False,
         ),
+        (STAGED, asked(), Finding("same", kept=("m.it",)), "m.it, which is no buffer.*2 micro-batches", False),
         (STAGED, asked(), Finding("differs", unlike=("a", "b")), "a, b, which are no buffer.*2 micro-batches", False),
         (
             SPEC,
