@@ -260,6 +260,11 @@ def _note_state(played: _Played, optimizer: Optimizer, names: Mapping[int, str],
         for word, value in group.items():
             if word != "params" and any(tensor.numel() > 1 for tensor in leaves(value)):
                 played.beside = f"tensors in its groups of parameters (group[{word!r}])"
+    for word, other in vars(optimizer).items():
+        if isinstance(other, Optimizer) and any(key not in optimizer.state for key in other.state):
+            played.beside = f"state in another optimizer (self.{word})"
+    if len(optimizer.state_dict()["param_groups"]) != len(optimizer.param_groups):
+        played.beside = "groups of parameters that its state_dict() does not have under 'param_groups'"
 
 
 def _stepped(part: _Part, named: Mapping[str, Tensor]) -> Collection[str]:

@@ -241,3 +241,27 @@ def test_stand_ins_of_a_large_model_are_small() -> None:
     made = optimizer_trial._stand_ins(model.to_empty(device="cpu"), torch.Generator())
     assert 0 < sum(value.numel() for value in made.values()) <= 1 << 18
     assert made["0.weight"].ndim == 2 and made["0.bias"].ndim == 1
+
+
+class Both(optim.Optimizer):
+    """Two optimizers behind one, whose states lie in these; or none of its groups is in what it saves."""
+
+    def __init__(self, named: Mapping[str, Tensor], shares_state: bool) -> None:
+        parameters = list(named.values())
+        super().__init__(parameters, {})
+        self.inner = optim.AdamW(parameters, lr=0.1)
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state if shares_state else self.state
+        self.shares_state = shares_state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), "param_groups": [] if self.shares_state else [{}]}
+
+
+@pytest.mark.parametrize("mode", SPECS)
+@pytest.mark.parametrize(("shares_state", "words"), [(False, "self.inner"), (True, "under 'param_groups'")])
+def test_state_that_a_checkpoint_of_parts_would_lack_is_told(mode: str, shares_state: bool, words: str) -> None:
+    assert words in tried(lambda named: Both(named, shares_state), mode)
