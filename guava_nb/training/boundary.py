@@ -138,10 +138,12 @@ class Boundary:
         if self.snapshots.there.wants_base():
             self.drain()
             self.snapshots.there.set_base()
-        newcomers = self.membership.newcomers()
-        if not (self.due or newcomers or self.calls):
+        newcomers, spares = self.membership.newcomers(), self.membership.spares()
+        if not (self.due or newcomers or spares or self.calls):
             return
         self.drain()
+        if spares:
+            self.membership.prepare(spares)
         if newcomers and self.budget_gate.affords_newcomers(newcomers):
             with self.budget_gate.aside():
                 self.membership.bring_in(newcomers)

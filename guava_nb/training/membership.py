@@ -104,19 +104,33 @@ class Membership:
             self._unfit.add(rank)
             self.cluster.notice(preparation_text(self.cluster.name(rank), answer))
 
+    def spares(self) -> list[int]:
+        """Return who would take a lost member's place in a mesh of a fixed size and was not told yet to build the run."""
+        if self.replica_set.elastic or not self.formed:
+            return []
+        known = {*self.current(), *self.newcomers(), *self.replica_set.prepared()} | self.building
+        return sorted(self.fit - known)
+
+    def prepare(self, ranks: Iterable[int]) -> None:
+        """Have workers build the run, the first time of which costs a process seconds; one that cannot stays out.
+
+        One that takes long does so while the others train on.
+        """
+        self.replica_set.ask_ahead(self._job, set(ranks) - self.building, BUILD_S)
+        self.building.update(ranks)
+        answered = {rank for rank in self.building if self.replica_set.has_answered(rank)}
+        self.building -= answered
+        for rank, answer in self.replica_set.conclude(self._job, answered).items():
+            self._unfit.add(rank)
+            self.cluster.notice(preparation_text(self.cluster.name(rank), answer))
+
     def bring_in(self, ranks: Sequence[int]) -> None:
         """Give newcomers the run and the state of the last committed step; one that cannot build the run stays out.
 
         One that takes long to build it does so while the others train on, and comes in at a later boundary.
         """
         unprepared = {rank for rank in ranks if rank not in self.replica_set.prepared()}
-        self.replica_set.ask_ahead(self._job, unprepared - self.building, BUILD_S)
-        self.building |= unprepared
-        answered = {rank for rank in self.building if self.replica_set.has_answered(rank)}
-        self.building -= answered
-        for rank, answer in self.replica_set.conclude(self._job, answered).items():
-            self._unfit.add(rank)
-            self.cluster.notice(preparation_text(self.cluster.name(rank), answer))
+        self.prepare(unprepared)
         kept = {rank for rank in unprepared if self.replica_set.holds(rank)}
         prepared = {r for r in ranks if r in self.replica_set.prepared() and r not in self._unfit and r not in kept}
         fit = self.replica_set.newcomers(set(self.current()), prepared)  # of a mesh: whole replicas

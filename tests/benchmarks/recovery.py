@@ -4,8 +4,9 @@
         [--data-only "slow,context,disk"]
 
 Three worker processes over TLS, each behind a relay that can stop forwarding without a word; in data mode all three work, in the
-others two of them and one is the spare. The fault strikes the second one. Recovery is the time until the step in work and the
-one after it are committed. Prints one JSON line per mode and fault: median and worst in seconds, what was lost or doubled.
+others two of them and one is the spare, which has built the run before. The fault strikes the second one. Recovery is the time
+until the step in work and the one after it are committed. Prints one JSON line per mode and fault: median and worst in seconds,
+what was lost or doubled.
 Reach: SIGKILL <= 1 s, silence (SIGSTOP, cable) <= 10 s, SIGKILL in group modes with a spare <= 5 s. A deadlock whose heartbeats
 go on looks like a long step: it is given to others after `grace_s` (30 s), and groups wait for it.
 
@@ -101,7 +102,8 @@ def recovery(session: Session, mode: str, fault: str) -> tuple[float, int, int]:
     eventually(lambda: len(run.history) >= 8 or run.done, PATIENCE_S, "the run is under way")
     if mode != "data":  # a mesh starts with exactly its workers; who comes later is a spare
         session.workers.append(Worker(session, f"spare-{time.monotonic_ns()}", True))
-        eventually(lambda: len(session.ready()) == 3, PATIENCE_S, "the spare is here")
+        members = session.orch._job.membership
+        eventually(lambda: len(members.replica_set.prepared()) == 3, PATIENCE_S, "the spare has built the run, too")
     FAULTS[fault](victim)
     began, done = time.monotonic(), len(run.history) + 2
     eventually(lambda: len(run.history) >= done or run.done, PATIENCE_S, f"{mode} goes on after {fault}")

@@ -563,7 +563,7 @@ def test_a_rank_that_leaves_hands_over_first_and_no_step_is_done_twice(
 def test_a_rank_lost_while_the_next_group_forms_costs_one_more_group(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second group breaks before it has the snapshot: data and history go back all the same."""
+    """The second group breaks before it has the snapshot: data and history go back all the same. A spare had built the run."""
     forms, calls = GroupReplicaSet._try_to_form, []
 
     def breaks_once(replica_set: GroupReplicaSet, job: Any, members: Any) -> Any:
@@ -575,11 +575,20 @@ def test_a_rank_lost_while_the_next_group_forms_costs_one_more_group(
     monkeypatch.setattr(GroupReplicaSet, "_try_to_form", breaks_once)
     victim = session.ensure(2)[1]
     victim.trap("forward", 7)
-    run = train(session, "zero", loader(), epochs=3, detach=True, settings={"zero_stage": 2})
+    run = train(session, "zero", loader(), epochs=12, detach=True, settings={"zero_stage": 2})
     victim.wait_trapped()
-    os.kill(victim.pid, signal.SIGKILL)
     session.workers.append(Worker(session, "spare-twice", False))
-    session.assert_undisturbed(run, Plain(session.folder, loader()).epochs(3))
+    eventually(lambda: len(session.ready()) == 3, 60, "the spare is here")
+    begun = len(run.history)
+    victim.release()
+    eventually(lambda: len(run.history) > begun, 20, "the run goes on")
+    victim.trap("forward", 40)
+    victim.wait_trapped()
+    job = session.orch._job
+    assert job is not None
+    eventually(lambda: len(job.replica_set.prepared()) == 3, 60, "the spare has built the run while the others trained")
+    os.kill(victim.pid, signal.SIGKILL)
+    session.assert_undisturbed(run, Plain(session.folder, loader()).epochs(12))
     assert len(calls) == 3 and run.generations == 3
 
 
