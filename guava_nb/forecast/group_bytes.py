@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from guava_nb.cluster.traffic import NOTHING, Traffic
 from guava_nb.forecast.relay_bytes import Operation, Relayed
-from guava_nb.forecast.run_facts import Exchanged, RunFacts
+from guava_nb.forecast.run_facts import Exchanged, RunFacts, Sizes
 from guava_nb.forecast.stage_bytes import Passed, passed_between, passed_sums
 from guava_nb.parallel.pipeline.microbatches import count_micro_batches, micro_batch_sizes
 from guava_nb.parallel.pipeline.stages import split_model
@@ -41,11 +41,26 @@ def group_exchange(run: RunFacts) -> Exchanged:
     return Exchanged(
         step=_voting(run) * run.workers + spread.step(),
         joining=_forming(run) * run.workers + spread.first(rows),
-        batch=spread.batch(rows),
-        looked=NOTHING if run.val is None else spread.looking(run.val.batch_rows / mesh.data),
+        batch=_mean(spread.batch, run.train, mesh.data),
+        looked=NOTHING if run.val is None else _mean(spread.looking, run.val, mesh.data),
         gathering=run.acks(pieces, pieces),
         spread=not elastic or run.workers == 1,
     )
+
+
+def _mean(cost: Callable[[float], Traffic], sizes: Sizes, replicas: int) -> Traffic:
+    """Return what a batch of an epoch takes in the mean: the last one may be shorter.
+
+    Args:
+        cost: of the rows that a replica gets of a batch.
+        sizes: of the loader.
+        replicas: that share a batch.
+    """
+    whole, batches = sizes.batch_rows, sizes.batches or 0
+    rest = 0.0 if sizes.rows is None else sizes.rows - (batches - 1) * whole
+    if batches < 2 or not 0 < rest < whole:
+        return cost(whole / replicas)
+    return (cost(whole / replicas) * (batches - 1) + cost(rest / replicas)) * (1 / batches)
 
 
 def _forming(run: RunFacts) -> Traffic:

@@ -103,11 +103,14 @@ def test_data_mode_takes_what_was_forecast_and_the_dry_run_changes_nothing(pool:
     assert_close(made, run)
 
 
-@pytest.mark.parametrize(("schedule", "wire"), [("gpipe", "fp32"), ("1f1b", "fp32"), ("gpipe", "int8")])
-def test_a_pipeline_takes_what_was_forecast(pool: Session, schedule: str, wire: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "wire", "rows", "val_rows"),
+    [("gpipe", "fp32", 240, 96), ("1f1b", "fp32", 102, 54), ("gpipe", "int8", 240, 96)],  # a short last batch
+)
+def test_a_pipeline_takes_what_was_forecast(pool: Session, schedule: str, wire: str, rows: int, val_rows: int) -> None:
     shared(pool, "pipeline", micro_batches=4, pipeline_schedule=schedule)
-    made = pool.orch.forecast(loader(), loader(96), 3, **options(wire=wire))
-    run = pool.orch.start_training(loader(), loader(96), 3, progress=False, **options(wire=wire))
+    made = pool.orch.forecast(loader(rows), loader(val_rows), 3, **options(wire=wire))
+    run = pool.orch.start_training(loader(rows), loader(val_rows), 3, progress=False, **options(wire=wire))
     assert_close(made, run)
     assert made.to_dict()["run"]["activation_bytes"] == pytest.approx(run.wire.activation_bytes, rel=0.05)
 
