@@ -6,6 +6,7 @@ import difflib
 import math
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,18 +78,19 @@ def choose_columns(
     wanted = _wanted_names(path, header, [features] if isinstance(features, str) else features, target, dtypes)
     types = tuple(dtypes.get(name, dtype) for name in wanted)
     target_type = dtypes.get(target, "") if target is not None else ""
-    for name, kind in zip(wanted, types, strict=True):
+    for kind, name in dict(zip(types, wanted, strict=True)).items():  # thousands of columns have few types
         _check_type(name, kind)
     if target_type not in ("", "class"):
         _check_type(str(target), target_type)
+    places = {name: at for at, name in enumerate(header)}
     return Columns(
         header=tuple(header),
         features=tuple(wanted),
-        at=tuple(header.index(name) for name in wanted),
+        at=tuple(places[name] for name in wanted),
         types=types,
-        dtype=np.result_type(*[np.dtype(kind) for kind in types]),
+        dtype=np.result_type(*[np.dtype(kind) for kind in set(types)]),
         target=target,
-        target_at=len(header) - 1 if target is None else header.index(target),
+        target_at=len(header) - 1 if target is None else places[target],
         target_type=target_type,
     )
 
@@ -98,8 +100,9 @@ def _wanted_names(
 ) -> list[str]:
     """Return the names of the features."""
     wanted = [name for name in header if name != target] if features is None else list(features)
+    known = set(header)
     for name in [*wanted, *([] if target is None else [target]), *dtypes]:
-        if name not in header:
+        if name not in known:
             raise ConfigError(f"{path} has no column {name!r}{_near(name, header)}; there are: {', '.join(header)}")
     if not wanted:
         raise ConfigError(f"{path} has no column but the target {target!r}: there is nothing to learn from")
@@ -109,7 +112,7 @@ def _wanted_names(
 
 
 def _check_header(path: Path, header: Sequence[str], delimiter: str) -> None:
-    twice = sorted({name for name in header if header.count(name) > 1})
+    twice = sorted(name for name, count in Counter(header).items() if count > 1)
     if twice:
         raise ConfigError(
             f"{path}: the header names {', '.join(map(repr, twice))} more than once; each column needs its name"
