@@ -262,7 +262,7 @@ class TrainingJob(Job):
                 self._boundary.reach()
                 if not (self._may_leave() and self.replica_set.leave(self)):
                     self.membership.fetch()
-                return
+                return self.membership.tell_absent()
             except (NobodyLeft, WorkerLost, GroupLost, Handover) as error:
                 self._recovery.recover(error)
 

@@ -153,6 +153,11 @@ class Membership:
             happened = "is lost" if self.cluster.roster.members[rank].state == "lost" else "left"
             tell_own_state_lost(self.cluster, self.replica_set.spec, rank, happened)
 
+    def tell_absent(self) -> None:
+        """At the end of the run: tell what is lost with members that missed steps and are not back."""
+        for rank in sorted(self.behind & self._job.suspects):
+            tell_own_state_lost(self.cluster, self.replica_set.spec, rank, "was away when the run ended")
+
     def leave_out(self, ranks: Sequence[int]) -> None:
         """Let members take no part in this run from now on."""
         self._unfit.update(ranks)

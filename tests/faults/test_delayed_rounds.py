@@ -108,6 +108,19 @@ def test_a_worker_lost_while_the_other_is_ahead_costs_no_sample(cluster: Cluster
     assert len(lost) == 1 and "how far its own weights were from the common ones" in lost[0]
 
 
+def test_what_is_lost_with_a_worker_that_is_away_when_the_run_ends_is_told(cluster: Cluster) -> None:
+    """Its process may have been killed a moment ago; the run ends before that is known."""
+    told: list[str] = []
+    cluster.notice = told.append  # type: ignore[method-assign, assignment]
+    overlap = Overlap(cluster, lambda worker, begun: worker.go_away() if begun == 3 else None)
+    job = job_for(cluster, DELAYED, plan_for(loader(101, 16), 3, sync_every=EVERY))
+    job.start()
+    run = finish(job.run)
+    assert sum(record["samples"] for record in run.history) == 303 and overlap.begun == 3
+    lost = [text for text in told if "was away when the run ended, and what only it had" in text]
+    assert len(lost) == 1 and "how far its own weights were from the common ones" in lost[0]
+
+
 def test_the_survivor_does_the_lost_shard_from_where_its_own_round_began(cluster: Cluster) -> None:
     """With plain SGD a shard is the same at any worker whose round began alike, as the first one does everywhere."""
     Overlap(cluster, lambda worker, begun: worker.die())

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from guava_nb.errors import ConfigError
+from guava_nb.errors import ClusterError, ConfigError
 from guava_nb.notebook.background import background
 from guava_nb.notebook.background.record import Record
 from guava_nb.tunnels.records import began_at
@@ -32,10 +32,19 @@ def test_a_disk_without_room_is_told_before_it_is_started(tmp_path: Path, monkey
         background._started(tmp_path / "lesson.background", 1.0)
 
 
+@pytest.mark.parametrize("is_listed", [False, True])
 @pytest.mark.parametrize(("name", "is_over"), [("guava_up", True), ("guava_status", False)])
-def test_up_lets_go_of_a_process_that_was_killed(name: str, is_over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_lets_go_of_a_process_that_was_killed(
+    name: str, is_over: bool, is_listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = background.Background(None, lambda: SimpleNamespace(is_open=False))  # type: ignore[arg-type, return-value]
-    gone, found = SimpleNamespace(record=SimpleNamespace(lives=False), close=lambda: None), []
+    gone, found = SimpleNamespace(record=SimpleNamespace(lives=is_listed), close=lambda: None), []
+
+    def ask(question: str, shown: bool) -> None:
+        gone.record.lives = False  # it was killed a moment ago
+        raise ClusterError("the process has ended")
+
+    gone.ask = ask
     made._connection = gone  # type: ignore[assignment]
     monkeypatch.setattr(made, "_find", lambda *words: found.append(words))
     args: Any = SimpleNamespace(background=True, idle_limit=None)
