@@ -76,9 +76,10 @@ class _OuterTracer(fx.Tracer):
             return super().path_of_module(mod)
         except NameError as error:
             raise ConfigError(
-                f"a forward that is cut into stages calls a {type(mod).__name__} that is no submodule of the model (it lies in a "
-                "plain list or dict, or outside), and stages call submodules by their names: keep it in an nn.ModuleList or "
-                "nn.ModuleDict, call it in the forward of a submodule of its own, or take a mode without stages"
+                f"the model cannot be cut into stages: its forward calls a {type(mod).__name__} that is no submodule of the "
+                "model (it lies in a plain list or dict, or outside, or is a slice of an nn.Sequential), and stages call "
+                "submodules by their names: keep it in an nn.ModuleList or nn.ModuleDict, call it in the forward of a submodule "
+                "of its own, or take a mode without stages"
             ) from error
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

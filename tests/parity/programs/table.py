@@ -74,6 +74,7 @@ MODE_REFUSALS: dict[str, tuple[str, ...]] = {
         "a pipeline needs a criterion of outputs and targets",
         "to cut between,",
         "cannot be cut into stages: in the forward of",
+        "cannot be cut into stages: its forward calls a",
         "to cut the model into stages",
         "exchanged gradients are dense; use sparse=False",
     ),
