@@ -360,7 +360,7 @@ class StepAccounting:
         return replace(self.position, feed=self._feed_at(self._feed_epoch, self._feed_batches, is_over))
 
     def note_validated(self) -> None:
-        """The validation loader was walked to its end: whoever goes on from here walks it next time as it would go on."""
+        """The validation loader was walked to its end: a run that goes on from here walks it next as this one would."""
         self._walks = None if self._plan.val_feed is None else self._plan.val_feed.walks()
 
     def _feed_at(self, epoch: int | None = None, batches: int | None = None, at_end: bool = False) -> dict[str, Any]:

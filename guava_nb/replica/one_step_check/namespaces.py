@@ -10,6 +10,9 @@ from torch import nn
 
 __all__ = ["Cell", "ClassAttributes", "Slots", "Switches", "has_slots"]
 
+#: Marks classes that were made while Python ran (Py_TPFLAGS_HEAPTYPE); others are written in C, and so are their members.
+_HEAP_TYPE = 1 << 9
+
 
 class Cell(dict[str, Any]):
     """A variable of the function around another one."""
@@ -102,7 +105,3 @@ def _slots(cls: type) -> Iterator[str]:
         for name, found in vars(one).items():
             if isinstance(found, types.MemberDescriptorType) and one.__flags__ & _HEAP_TYPE:
                 yield name
-
-
-#: Marks classes that were made while Python ran (Py_TPFLAGS_HEAPTYPE); others are written in C, and so are their members.
-_HEAP_TYPE = 1 << 9

@@ -356,7 +356,7 @@ class Attempt:
         for worker in self.bench.workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGCONT)
-            if worker is self.victim and self.cell.fault in REPLACED + RAISES[3:]:
+            if worker is self.victim and self.cell.fault in (*REPLACED, "context death"):
                 worker.handle.kill()
 
     # ------------------------------------------------------------------------------------------------- the other side's part
