@@ -29,7 +29,7 @@ from guava_nb.replica.objective import build_objective
 from guava_nb.replica.optimizer import ApplyFailed, LossScale, Schedule, StepUndo, build_scheduler, is_of_the_user
 from guava_nb.replica.preprocess import Preprocessing
 from guava_nb.replica.rng import seeded, shard_seed
-from guava_nb.replica.shard import EvalSums, LaunchedShard, ShardResult, ShardWork
+from guava_nb.replica.shard import EvalSums, LaunchedShard, ShardResult, ShardWork, true_scale
 from guava_nb.replica.state_dict import copied, like, plain
 from guava_nb.spec.factories import Resolve
 
@@ -183,6 +183,21 @@ class BaseReplica(ABC):
         if count < 0:
             raise ConfigError(f"the loss gave a count of {count:g}; the denominator of a mean is at least 0")
         return loss_sum, count, math.isfinite(loss_sum) and math.isfinite(count)
+
+    def own_commit(self, result: ShardResult, global_rows: int, num_steps: int = 1) -> Commit | None:
+        """Decide here whether a step counts that is not committed at the orchestrator: a lone worker's, of the only shard.
+
+        Args:
+            result: of the shard.
+            global_rows: samples of the whole step.
+            num_steps: optimizer steps in it.
+
+        Returns:
+            How it is applied; None: the orchestrator decides.
+        """
+        if not result.finite and self._scaler is None:
+            return None
+        return Commit(true_scale(global_rows, result.count), skip=not result.finite, steps=num_steps)
 
     def apply(self, sums: Buckets | None, commit: Commit, step: int = 0) -> None:
         """Apply the step.

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from guava_nb.config.mesh import Mesh
@@ -28,7 +29,7 @@ from guava_nb.parallel.parallelize import parallelize
 from guava_nb.parallel.replicas.call_order import Habit
 from guava_nb.parallel.replicas.gather_batch import gathering, refusing
 from guava_nb.parallel.state.full_state import local_part
-from guava_nb.protocol.messages import RunSpec
+from guava_nb.protocol.messages import Commit, RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets
 from guava_nb.replica.buckets import BucketWire, build_layout
 from guava_nb.replica.buffers import BufferBook
@@ -42,7 +43,7 @@ from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.replica.outputs import inputs_of
 from guava_nb.replica.preprocess import pair_of
 from guava_nb.replica.rng import seeded, shard_seed
-from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork
+from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork, clip_factor, true_scale
 from guava_nb.replica.state_dict import copied, extra_states, give_extra_states, parameter_hash, plain, weights_digest
 from guava_nb.spec.factories import Resolve
 
@@ -64,6 +65,7 @@ class GroupReplica(BaseReplica):
 
     part: ModelPart | None
     _axes: MeshAxes | None
+    _frozen: tuple[str, ...]  # parameters that take no gradient any more, as of the last commit
 
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device) -> None:
         """Build the whole model once, so that whatever is wrong with the record is found before a group is formed.
@@ -129,7 +131,7 @@ class GroupReplica(BaseReplica):
         if self.is_staged:
             for stage in self.part.model.children():
                 stage.register_forward_hook(lambda stage, *_: writes.piece(stage))
-        self._switches = GradientSwitches(self.part.named)
+        self._switches, self._frozen = GradientSwitches(self.part.named), ()
         self._watch = ParameterWatch(self.part.model, by_name=shape.zero_stage >= 2)
         self._use_optimizer(self.part.optimizer)
         self._buffers = BufferBook(self.part.model, build_layout(self.part.model, self._spec.bucket_bytes).buffers)
@@ -278,6 +280,36 @@ class GroupReplica(BaseReplica):
             loss_sum, count, work.rows, finite and not nonfinite, time.monotonic() - started, 0.0,
             nonfinite, square, self._preprocessing.total(counts),
         )  # fmt: skip
+
+    def own_commit(self, result: ShardResult, global_rows: int, num_steps: int = 1) -> Commit | None:
+        """Vote with the other ranks on a step, all of whose gradients are summed; all get the same answer.
+
+        Nothing is decided here where a rank has what only the orchestrator can judge: a value that is not finite, parameters
+        that a forward changed, or other ones without gradients than in the step before.
+
+        Raises:
+            GroupBroken, RuntimeError: a member was lost, or the step was given up.
+        """
+        assert self._axes is not None
+        group = self._axes.group("dp")
+        is_as_before = result.frozen is None or tuple(sorted(result.frozen)) == self._frozen
+        agrees = result.finite and result.changed is None and is_as_before
+        square = 0.0 if result.gradient_square is None else result.gradient_square
+        mine = torch.tensor([result.count, square, agrees], dtype=torch.float64, device=self.device)
+        votes = mine.new_empty(self._axes.sizes.data * len(mine))
+        dist.all_gather_into_tensor(votes, mine, group=group)
+        told = votes.view(-1, len(mine)).tolist()
+        if not all(agreed for _, _, agreed in told):
+            return None
+        # Added up in the order of the ranks, as the orchestrator does.
+        scale = true_scale(global_rows, sum(count for count, _, _ in told))
+        clip = clip_factor(self._spec.max_grad_norm, sum(part for _, part, _ in told), scale)
+        return Commit(scale, skip=False, clip=clip, steps=num_steps, frozen=self._frozen)
+
+    def apply(self, sums: Buckets | None, commit: Commit, step: int = 0) -> None:
+        """As `BaseReplica.apply`; what takes no gradient any more is known for the next vote."""
+        self._frozen = self._frozen if commit.frozen is None else commit.frozen
+        super().apply(sums, commit, step)
 
     def _full_name(self, buffer: str) -> str:
         """Return the name in the whole model of a buffer of this part, where stages are numbered and layers may be wrapped."""

@@ -5,6 +5,7 @@ Plain records; knows nothing of how it is computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,16 @@ from guava_nb.data.sample_count import count_rows
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import BatchShard, ParameterChange, ShardReport
 
-__all__ = ["EvalSums", "LaunchedShard", "ShardResult", "ShardWork", "rows_of_batch", "rows_of_parts"]
+__all__ = [
+    "EvalSums",
+    "LaunchedShard",
+    "ShardResult",
+    "ShardWork",
+    "clip_factor",
+    "rows_of_batch",
+    "rows_of_parts",
+    "true_scale",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,24 @@ class LaunchedShard:
     def telling(self, changed: ParameterChange | None, frozen: tuple[str, ...] | None) -> LaunchedShard:
         """Return the same, whose result tells what user code changed of the parameters, and which take no gradient any more."""
         return replace(self, read=lambda: replace(self.read(), changed=changed, frozen=frozen))
+
+
+def true_scale(rows: int, count: float) -> float:
+    """Return the factor from a sum that was divided by the samples of a step to the mean by its true count; 0 for a count of 0."""
+    return rows / count if count else 0.0
+
+
+def clip_factor(max_grad_norm: float | None, square: float | None, scale: float) -> float:
+    """Return the factor of torch's `clip_grad_norm_`.
+
+    Args:
+        max_grad_norm: to clip to; None: nothing is clipped.
+        square: squared norm of the gradient before it is multiplied with `scale`; None: not known.
+        scale: as `true_scale` gives it.
+    """
+    if max_grad_norm is None or square is None:
+        return 1.0
+    return min(1.0, max_grad_norm / (math.sqrt(square) * scale + 1e-6))
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class Replicas(Protocol):
     master: Replica
     step: int
     master_step: int
+    at: dict[int, int]
     unit: str
     writer: RowWriter
 
@@ -56,8 +57,11 @@ class Replicas(Protocol):
     def nth(self, step: int) -> str:
         """Return a step of this number in words."""
 
-    def sent(self, ranks: Collection[int], step: int, alone: bool) -> None:
-        """Note that workers were sent a step; `alone`: to one that may commit it by itself."""
+    def sent(self, ranks: Collection[int], step: int, is_applied_first: bool) -> None:
+        """Note that workers were sent a step; `is_applied_first`: they may apply it before it is committed here."""
+
+    def answers_abort(self, rank: int, message: StepApplied) -> bool:
+        """Whether this is a worker's first answer to the last abort, which says how far it is."""
 
     def note_rate(self, step: int, learning_rate: float | None) -> None:
         """Note the learning rate with which a step is taken."""
@@ -125,7 +129,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         """
         machine, shards = self._plan(batches, team, weights, splitter)
         in_flight = self.in_flight[machine.step] = StepInFlight(machine, epoch, team, shards, len(batches))
-        self._replicas.sent(team, machine.step, machine.solo)
+        self._replicas.sent(team, machine.step, machine.is_applied_first)
         self.next_step += 1
         for task in machine.tasks:
             self._send_shard(in_flight, task.index, task.owner)
@@ -147,9 +151,9 @@ class StepExchange(ABC, Generic[_Replicas]):
     def adopt(self, available: Collection[int]) -> None:  # noqa: B027 - in a group no other can do them
         """Give the unfinished shards of members that are not available to those that are."""
 
-    def give_up(self, but_solo: bool = False) -> None:
-        """Forget all steps in flight; `but_solo` leaves those that a lone worker may have committed by itself."""
-        self.in_flight = {n: f for n, f in self.in_flight.items() if but_solo and f.machine.solo}
+    def give_up(self, but_applied_first: bool = False) -> None:
+        """Forget all steps in flight; `but_applied_first` leaves those that workers may have applied already."""
+        self.in_flight = {n: f for n, f in self.in_flight.items() if but_applied_first and f.machine.is_applied_first}
         self.next_step = self._replicas.step + 1
         self._credit.clear()
 
@@ -183,12 +187,13 @@ class StepExchange(ABC, Generic[_Replicas]):
         """Return the step that a report is about, where its sender was sent that shard of it.
 
         Raises:
-            RemoteProtocolError: the step before it is not committed, so it cannot have been done.
+            RemoteProtocolError: the step before it is not committed, so it cannot have been done. Where ranks vote, one may
+                report before another's report on the step before is here.
         """
         in_flight = self.in_flight.get(message.step) if message.run_id == self._replicas.run_id else None
         if in_flight is None or not in_flight.machine.was_asked(rank, message.shard, message.generation):
             return None
-        if message.step != self._replicas.step + 1:
+        if message.step != self._replicas.step + 1 and not in_flight.machine.voted:
             raise RemoteProtocolError(
                 f"it is of step {message.step + 1}, and step {self._replicas.step + 2} is not committed"
             )
@@ -306,12 +311,18 @@ class StepExchange(ABC, Generic[_Replicas]):
     def _on_committed(self, rank: int, message: StepApplied, payload: memoryview) -> None:
         if message.run_id != self._replicas.run_id or message.generation > self._job.cluster.roster.generation:
             return
+        in_flight = self.in_flight.get(message.step)
+        has_voted = in_flight is not None and in_flight.machine.voted
+        is_asked = message.ready is not None and self._asked(rank, message.ready) is in_flight
+        if has_voted and not is_asked and not self._replicas.answers_abort(rank, message):
+            return
+        if in_flight is None or has_voted:
+            self._on_applied(rank, message)  # before the last report commits it: the history wants its learning rate
         if message.ready is not None:
             self._on_ready(rank, message.ready, payload)
-        in_flight = self.in_flight.get(message.step)
-        if in_flight is None:
-            self._on_applied(rank, message)
-        elif instructions := in_flight.machine.on_solo_commit(rank, message.generation, message.skipped):
+        if in_flight is None or has_voted:
+            return
+        if instructions := in_flight.machine.on_solo_commit(rank, message.generation, message.skipped):
             self._on_applied(rank, message)  # the history wants its learning rate
             self._carry_out(in_flight, instructions)
 
@@ -325,7 +336,8 @@ class StepExchange(ABC, Generic[_Replicas]):
         machine = in_flight.machine
         if not machine.solo and not machine.buckets:  # else the last sum carries the commit
             order = CommitStep(self._replicas.run_id, machine.generation, machine.step, decided.commit)
-            self._job.cluster.send_all(in_flight.members, order)
+            waiting = [rank for rank in in_flight.members if self._replicas.at.get(rank, -1) < machine.step]
+            self._job.cluster.send_all(waiting, order)
         del self.in_flight[machine.step]
         for task in machine.tasks:  # of a shard that two workers had, only one report came in time
             self._credit.worked(machine.step, task.index)
@@ -334,8 +346,8 @@ class StepExchange(ABC, Generic[_Replicas]):
         self._on_commit(in_flight, decided.commit, decided.loss_sum, decided.count)
 
     def _count_ahead(self, step: int) -> None:
-        """Count the steps up to this one that a lone worker committed by itself and whose reports are lost: no loss is known."""
-        for number in sorted(n for n, f in self.in_flight.items() if n <= step and f.machine.solo):
+        """Count the steps up to this one that workers applied by themselves and whose reports are lost: no loss is known."""
+        for number in sorted(n for n, f in self.in_flight.items() if n <= step and f.machine.is_applied_first):
             in_flight = self.in_flight[number]
             self._commit(in_flight, Decided(Commit(1.0, False), math.nan, in_flight.machine.rows))
 

@@ -6,6 +6,7 @@ The same face as `StarExchange`. A step is committed when all ranks have reporte
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -44,6 +45,7 @@ class Group(Replicas, Protocol):
 
     team: tuple[int, ...]
     generation: int
+    votes: bool
 
     @property
     def mesh(self) -> Mesh:
@@ -77,11 +79,11 @@ class GroupExchange(StepExchange[Group]):
         weights = [weights[team.index(rank)] for rank in members]  # a replica takes the share of its first rank
         shares = shares_of(batches, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
         self._tell_few_rows(max(rows for share in shares for rows in share.rows))
-        head = self._head(self._replicas.generation)
+        head = replace(self._head(self._replicas.generation), solo=self._replicas.votes)
         tasks, shards = tasks_of(head, mesh, members, shares, spec.wants_whole_batches, self._writer, splitter)
         scaled = spec.precision == "fp16"
         machine = StepMachine(
-            head.step, head.generation, tasks, (), scaled, max_grad_norm=spec.max_grad_norm, mesh=mesh
+            head.step, head.generation, tasks, (), scaled, max_grad_norm=spec.max_grad_norm, mesh=mesh, voted=head.solo
         )
         return machine, shards
 

@@ -408,6 +408,19 @@ class GroupReplicaSet(ReplicaSet):
         """Return the members when all of them are connected and in step, else none: only together they are the model."""
         return sorted(self.team) if self.complete(job) else []
 
+    def givers(self, job: Job) -> list[int]:
+        """Return them, or where each has all of the model those that stand at the last committed step."""
+        return super().in_step(job) if self.elastic else self.in_step(job)
+
+    @property
+    def votes(self) -> bool:
+        """Whether the ranks decide by themselves on the steps of the group that stands.
+
+        They reach each other, so a vote is quicker than the way to the orchestrator and back; and each has all of the model,
+        so that of those that came to different steps the furthest can give the others its state.
+        """
+        return self.elastic and self.route.path == "direct" and not self.spec.lockstep and self.spec.precision != "fp16"
+
     def _may_have(self, job: Job) -> bool:
         known = self.team or tuple(self.at)
         return bool(known) and all(rank in job.ready | job.suspects and rank in self.at for rank in known)

@@ -304,7 +304,7 @@ class ReplicaSet(StateAtWorkers):
 
     def returned(self, job: Job) -> list[int]:
         """Count the steps that workers took before they came back; returns those that hold the last committed one."""
-        self._adopt_highest(job)
+        self.adopt_highest(job)
         return [rank for rank in self.in_step(job) if self.holds(rank)]
 
     def stand_at(self, state: StateOnDisk, ranks: Iterable[int]) -> None:

@@ -92,10 +92,10 @@ class StarExchange(StepExchange[Replicas]):
             for owner in sorted({task.owner for task in in_flight.machine.tasks} - set(available)):
                 self._carry_out(in_flight, in_flight.machine.on_away(owner, survivors))
 
-    def give_up(self, but_solo: bool = False) -> None:
+    def give_up(self, but_applied_first: bool = False) -> None:
         """Forget all steps in flight, and what their sums left out; see `StepExchange.give_up`."""
         self._wire.discard()
-        super().give_up(but_solo)
+        super().give_up(but_applied_first)
 
     # -------------------------------------------------------------------------------------------------------- messages
 

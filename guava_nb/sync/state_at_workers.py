@@ -102,12 +102,16 @@ class StateAtWorkers(StepsHeld, ABC):
         """Return the connected ranks that stand at the last committed step."""
         return sorted(r for r, step in self.at.items() if step == self.step and r in job.ready)
 
+    def givers(self, job: Job) -> list[int]:
+        """Return the connected ranks of whom one, with those that hold the rest of it, can give the last committed step's state."""
+        return self.in_step(job)
+
     def next_request(self) -> int:
         """Return a number that no request of this run had before, so that a late answer is never taken for another's."""
         return next(self._requests)
 
-    def _adopt_highest(self, job: Job) -> None:
-        """The highest step that any worker applied wins: a lone worker may have committed while it was told to stop."""
+    def adopt_highest(self, job: Job) -> None:
+        """The highest step that any worker applied wins: one that applies by itself may have while it was told to stop."""
         highest = max([self.step, *(step for rank, step in self.at.items() if rank in job.ready)])
         if highest > self.step:
             self.count_ahead(highest)
@@ -125,12 +129,12 @@ class StateAtWorkers(StepsHeld, ABC):
         if (state := self._come(job, timeout_s)) is not None:
             return state
         late: set[int] = set()
-        if not job.trains and not self.in_step(job):  # reports that came while no job listened are lost
+        if not job.trains and not self.givers(job):  # reports that came while no job listened are lost
             self.abort(job, [rank for rank in self.at if rank in job.ready | job.suspects], "the state is asked for")
             self.retire()
         while True:
             job.pump(partial(self._is_known_who_has_it, job), timeout_s)
-            holders = self.in_step(job)
+            holders = self.givers(job)
             if not holders:
                 raise WorkerLost(
                     f"no worker that holds the state of {self.nth(self.step)} is left or answers; {self.rest()}. {WAYS_ON}"
@@ -167,8 +171,8 @@ class StateAtWorkers(StepsHeld, ABC):
         return self.step >= 0
 
     def _is_known_who_has_it(self, job: Job) -> bool:
-        self._adopt_highest(job)
-        return bool(self.in_step(job)) or not self._may_have(job)
+        self.adopt_highest(job)
+        return bool(self.givers(job)) or not self._may_have(job)
 
     def _late(self, names: str, timeout_s: float | None) -> StateLate:
         return StateLate(
@@ -212,7 +216,7 @@ class StateAtWorkers(StepsHeld, ABC):
         Returns:
             Whether they have it; if not, `fetch` says what is left.
         """
-        holders = self.in_step(job)
+        holders = self.givers(job)
         asked = self._holders_with(holders[0]) if holders else []
         answers = self._answers(job, asked, None, whole=False)
         if not answers or any(step != self.step for step, _ in answers):
@@ -255,7 +259,7 @@ class StateAtWorkers(StepsHeld, ABC):
             whole: it comes here, too.
         """
         job.pump(partial(self._is_known_who_has_it, job))
-        holders = self.in_step(job)
+        holders = self.givers(job)
         asked = self._holders_with(holders[0]) if holders else []
         if not asked or not set(asked) <= job.ready:
             return None
@@ -304,7 +308,7 @@ class StateAtWorkers(StepsHeld, ABC):
         for member, (step, _) in zip(asked, answers, strict=True):
             if step is not None:  # its report may have been lost with a connection between two runs
                 self.at[member] = step
-        self._adopt_highest(job)
+        self.adopt_highest(job)
         parts = [part for step, part in answers if part is not None and step == self.step]
         if len(parts) < len(answers):
             self._on_no_state([part for _, part in answers])

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from guava_nb.config.mesh import Mesh
 from guava_nb.protocol.messages import Commit, ShardReport
+from guava_nb.replica.shard import clip_factor, true_scale
 
 __all__ = [
     "Add",
@@ -109,6 +110,7 @@ class StepMachine:
         buckets: numbers of the buckets that each shard sends.
         scaled: fp16 with a loss scaler: a non-finite gradient skips the step instead of halting the run.
         solo: a lone worker commits by itself and sends no buckets.
+        voted: `group`: the ranks vote among themselves and apply a step on which all agree before their reports are here.
         mesh: `group`: of its ranks. All of them are heard before a step halts, since what is not finite on one is so on
             others after their sums.
         num_steps: optimizer steps in it: more than one in a round of local steps.
@@ -124,12 +126,18 @@ class StepMachine:
     max_grad_norm: float | None = None
     mesh: Mesh | None = None
     num_steps: int = 1
+    voted: bool = False
     decided: bool = False
     _arrived: dict[int, set[int]] = field(default_factory=dict)
     _ready: dict[int, ShardReport] = field(default_factory=dict)
     _complete: int = 0
     _held: int | None = None
     _skip: bool = False
+
+    @property
+    def is_applied_first(self) -> bool:
+        """Whether its workers may apply the step before it is decided here."""
+        return self.solo or self.voted
 
     @property
     def rows(self) -> int:
@@ -262,13 +270,6 @@ class StepMachine:
         first, *others = [self.tasks[ready.shard].owner for ready in found]
         return Halt(first, found[0].shard, None, tuple(others))
 
-    def _clip(self, scale: float) -> float:
-        """The factor of torch's clip_grad_norm_, from the norm that all ranks' shares add up to."""
-        square = self.gradient_square()
-        if self.max_grad_norm is None or square is None or self._skip:
-            return 1.0
-        return min(1.0, self.max_grad_norm / (math.sqrt(square) * scale + 1e-6))
-
     def gradient_square(self) -> float | None:
         """Return the squared norm of the gradient before it is scaled, from the shares that were told; None: none was."""
         squares = [ready.gradient_square for ready in self._ready.values() if ready.gradient_square is not None]
@@ -279,9 +280,10 @@ class StepMachine:
         # Summed in shard order, so that the reported loss is as repeatable as the weights.
         loss_sum = sum(self._ready[task.index].loss_sum for task in self.tasks)
         count = sum(self._ready[task.index].count for task in self.tasks)
-        scale = self.rows / count if count else 0.0
+        scale = true_scale(self.rows, count)
+        clip = 1.0 if self._skip else clip_factor(self.max_grad_norm, self.gradient_square(), scale)
         told = [ready.frozen for ready in self._ready.values() if ready.frozen is not None]
         frozen = tuple(sorted(set().union(*told))) if told else None
-        commit = Commit(scale, self._skip, self._clip(scale), self.num_steps, frozen)
+        commit = Commit(scale, self._skip, clip, self.num_steps, frozen)
         out: list[Instruction] = [] if self._held is None else [SendBucket(self._held, commit)]
         return [*out, Decided(commit, loss_sum, count)]

@@ -26,7 +26,8 @@ class StepsHeld:
         self.generation_of: dict[int, int] = {}
         self._aborted: dict[int, tuple[int, int]] = {}  # generation of the last abort of each, and the step to end at
         self._sent: dict[int, int] = {}  # the last step that each was sent, or whose state
-        self._lone = (-1, -1)  # a lone worker and the last step that it was sent: so far it may be ahead of the run
+        # The last step that a lone worker, or ranks that vote, were sent: so far they may be ahead of the run.
+        self._ahead_to: dict[int, int] = {}
         self._learning_rates: dict[int, float] = {}
         self._hashes = ParameterHashes()
         self._device_kind: dict[int, str] = {}
@@ -54,26 +55,29 @@ class StepsHeld:
         """Return which kind of device a worker has, and which part of the model."""
         return self._device_kind.get(rank, "")
 
-    def sent(self, ranks: Collection[int], step: int, alone: bool) -> None:
-        """Note that workers were sent a step; `alone`: to one that may commit it by itself."""
+    def sent(self, ranks: Collection[int], step: int, is_applied_first: bool) -> None:
+        """Note that workers were sent a step; `is_applied_first`: they may apply it before it is committed here."""
         self._sent.update(dict.fromkeys(ranks, step))
-        if alone:
-            self._lone = next(iter(ranks)), step
+        if is_applied_first:
+            self._ahead_to = dict.fromkeys(ranks, step)
 
     def _may_hold(self, rank: int, step: int) -> bool:
-        """Whether a worker can have applied a step: it was sent it, and the step was committed or sent to that worker alone."""
+        """Whether a worker can have applied a step: it was sent it, and it was committed, or such that is applied first."""
         if step > max(self.at.get(rank, -1), self._sent.get(rank, -1)):
             return False
-        return step <= self.step or (rank == self._lone[0] and step <= self._lone[1])
+        return step <= max(self.step, self._ahead_to.get(rank, -1))
 
     def _goes_on(self, rank: int, step: int) -> bool:
         return self.at[rank] <= step and self._may_hold(rank, step)
 
     def _has_undone(self, rank: int, message: StepApplied) -> bool:
         """Whether this is a worker's first answer to an abort, and it took back the one step that it should."""
-        generation, last = self._aborted.get(rank, (-1, -1))
-        is_answer = message.generation == generation > self.generation_of.get(rank, -1)
-        return is_answer and message.step == last == self.at[rank] - 1
+        return self.answers_abort(rank, message) and message.step == self._aborted[rank][1] == self.at[rank] - 1
+
+    def answers_abort(self, rank: int, message: StepApplied) -> bool:
+        """Whether this is a worker's first answer to the last abort, which says how far it is."""
+        generation, _ = self._aborted.get(rank, (-1, -1))
+        return message.generation == generation > self.generation_of.get(rank, -1)
 
     def has_settled(self, rank: int, has_failed: bool = False) -> bool:
         """Whether a worker has answered the last abort and holds the step to end at, or does not hold the run any more.
@@ -96,7 +100,7 @@ class StepsHeld:
     def go_back(self, step: int) -> None:
         """Forget who holds what, and what was reported of the steps after this one: they will be done again, by others."""
         self.take_back(step)
-        self._lone = -1, -1
+        self._ahead_to.clear()
         self.at.clear()
         self._sent.clear()  # a step of the same number that a worker comes back with is another one
 

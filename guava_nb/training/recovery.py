@@ -91,7 +91,7 @@ class Recovery:
         returns = (
             isinstance(cause, NobodyLeft | WorkerLost) and may_return
         )  # the latter where a newcomer waited for the state
-        self.window.exchange.give_up(but_solo=returns)
+        self.window.exchange.give_up(but_applied_first=returns)
         self._tell_wait()
         self.budget_gate.afford_start_over()
         self._wait_for_workers(cause)

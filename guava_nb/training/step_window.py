@@ -211,17 +211,21 @@ class StepWindow:
     def abort(self, reason: str, hear_all: bool = False, last: int | None = None) -> None:
         """Have all members forget what is not committed, and hear how far they are.
 
-        Who is heard: a lone worker, which commits by itself and may be ahead of what is known here; after a failure all,
-        since others may have failed in the same way and their reports must not reach a later job. `last` as in
-        `ReplicaSet.abort`. A lone worker that is away is not waited for: its steps stay in flight, and count as soon as it
-        is heard, or as far as the state goes that is fetched from it.
+        Who is heard: a lone worker, and ranks that vote, which apply by themselves and may be ahead of what is known here;
+        after a failure all, since others may have failed in the same way and their reports must not reach a later job. `last`
+        as in `ReplicaSet.abort`. A lone worker that is away is not waited for: its steps stay in flight, and count as soon as
+        it is heard, or as far as the state goes that is fetched from it. Of ranks the one that has come furthest counts.
         """
         replica_set = self._membership.replica_set
         replica_set.abort(self._job, list(replica_set.at), reason, last)
-        lone = {t.owner for f in self.exchange.in_flight.values() if f.machine.solo for t in f.machine.tasks}
-        self.exchange.give_up(but_solo=True)  # no member would apply one that were committed while others are heard
-        self._hear(set(replica_set.at) if hear_all else lone)
-        self.exchange.give_up(but_solo=not all(map(replica_set.has_settled, lone)))
+        in_flight = [f.machine for f in self.exchange.in_flight.values() if f.machine.is_applied_first]
+        ahead, voted = {t.owner for machine in in_flight for t in machine.tasks}, any(machine.voted for machine in in_flight)
+        # No member would apply another one that were committed while others are heard.
+        self.exchange.give_up(but_applied_first=True)
+        self._hear(set(replica_set.at) if hear_all else ahead)
+        if voted:
+            replica_set.adopt_highest(self._job)
+        self.exchange.give_up(but_applied_first=not all(map(replica_set.has_settled, ahead)))
 
     def _hear(self, ranks: set[int]) -> None:
         deadline, job = time.monotonic() + self._plan.interrupt_grace_s, self._job

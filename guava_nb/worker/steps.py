@@ -111,6 +111,7 @@ class StepRunner:
         self._is_halted = False  # a step could not be applied: the orchestrator says how it goes on
         self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
         self._idle_since = time.monotonic()
+        self._own_step = -1  # the last one that was decided here
         self._ahead: _Ahead | None = None  # applied on the device, and not yet known to be
         self.lost_device = ""  # what made this process lose its device
         self._kept_first: dict[str, bytes] | None = None  # digests of what the user's code keeps, as the run began
@@ -204,12 +205,13 @@ class StepRunner:
     def abort(self, message: Abort) -> None:
         """Give up what is not committed, and tell how far this worker is.
 
-        A lone one may have committed a step that the orchestrator does not know of yet. In a group none may: there it has
+        One that decides by itself may have applied steps that the orchestrator does not know of yet. Another has in a group
         applied a step that failed elsewhere, and takes it back.
         """
         self._generation, self._is_halted = max(self._generation, message.generation), False
         ahead, run = self.committed - message.last_committed, self._run
-        if ahead == 1 and run is not None and run.spec.parallel is not None and run.replica.undo_step():
+        is_torn = ahead == 1 and self.committed != self._own_step and run is not None and run.spec.parallel is not None
+        if is_torn and run is not None and run.replica.undo_step():
             self._forget_pending(message.last_committed)
         self._pending.abort(message.last_committed, message.generation)
         self._send(StepApplied(run_id=message.run_id, generation=message.generation, step=self.committed), ())
@@ -289,6 +291,8 @@ class StepRunner:
             self._look_ahead()
             launched = self._run_shard(run, message, parts, goes_ahead)
             result = None if goes_ahead else launched.read()
+            is_own = is_alone and result is not None
+            commit = run.replica.own_commit(result, message.global_rows, message.num_steps) if is_own else None
         except USER_ERRORS as error:  # the user's model or loss; shown in the orchestrator's cell
             self.settle()
             run.replica.restore()
@@ -300,13 +304,14 @@ class StepRunner:
         step.done.add(message.shard)
         note_work(self._phases, result, started)
         ready = result.report(message, wait_s)
-        if is_alone and (result.finite or run.spec.precision == "fp16"):
-            # The orchestrator does not wait for this report, so it travels with the commit: one message a step instead of two.
-            scale = message.global_rows / result.count if result.count else 0.0
-            step.ready, step.commit = ready, Commit(scale, skip=not result.finite, steps=message.num_steps)
-        else:
-            self._send(ready, ())
         self.restart_wait_clock()
+        if commit is None:
+            self._send(ready, ())
+            return
+        # The orchestrator does not wait for this report, so it travels with the commit: one message a step instead of two. And
+        # an abort that has come meanwhile must not part ranks that have voted for the step.
+        step.ready, step.commit, self._own_step = ready, commit, message.step
+        self._apply(run, step)
 
     def _fail_in(self, run: PreparedRun, message: BatchShard, error: BaseException) -> None:
         notes = _notes_on(error, run.replica, message)

@@ -132,7 +132,8 @@ class BatchShard(Message, frozen=True, kw_only=True):
         shard: index in summation order.
         rows: samples in this shard, over all parts of its batch; `group`: 0 on ranks that do not report the loss.
         global_rows: samples in the whole step; the loss is divided by it before backward.
-        solo: the receiver is the only worker: it keeps its gradients, and commits by itself where the run has no lockstep.
+        solo: the receiver is the only worker: it keeps its gradients, and commits by itself where the run has no lockstep;
+            `group`: its ranks vote among themselves, and apply a step on which all agree.
         want_hash: report a hash of the parameters after this step.
         part_rows: `group`: samples of each part; 0 marks a stand-in row that only keeps the group's operations going.
         cached: one per part when the worker keeps rows; empty when all parts came whole.
@@ -314,7 +315,7 @@ class StepApplied(Message, frozen=True, kw_only=True):
     parameter_hash: str = ""
     learning_rate: float | None = None
     skipped: bool = False
-    ready: ShardReport | None = None  # from a lone worker: its report on the shard, in the same message
+    ready: ShardReport | None = None  # where the step was not committed here: the report on the shard, in the same message
 
 
 class Abort(Message, frozen=True):

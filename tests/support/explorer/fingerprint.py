@@ -98,7 +98,7 @@ def job_key(job: ExploredJob) -> Hashable:
         freeze(replicas.at), freeze(replicas.generation_of),
         freeze(set(replicas._prepared)), freeze(replicas._loaded), freeze(replicas._states), freeze(replicas._awaited),
         freeze(replicas._building), freeze(replicas._loading), freeze(replicas._aborted),
-        replicas._lone, freeze(replicas._sent), replicas._requests.__reduce__()[1],
+        freeze(replicas._ahead_to), freeze(replicas._sent), replicas._requests.__reduce__()[1],
         freeze(replicas._hashes._known), freeze(recovery.held), freeze(job.leaving), freeze(job._boundary.due),
         len(job.run.history), job.run.state,
         getattr(group, "team", None), getattr(group, "generation", None), getattr(group, "_broken", None),

@@ -54,19 +54,19 @@ def at_each_state(world: World) -> None:
 
 
 def _not_ahead(world: World) -> None:
-    """A worker that takes part may hold a step that is not in the log only if it was sent it alone."""
+    """A worker that takes part may hold a step that is not in the log only if it was sent it alone, or with those it votes with."""
     job = world.job
-    solo = {
+    first = {
         t.owner: f.machine.step
         for f in job.window.exchange.in_flight.values()
-        if f.machine.solo
+        if f.machine.is_applied_first
         for t in f.machine.tasks
     }
     if not job.membership.formed:
         return
     for rank in job.membership.current():
         worker = world._ranks[rank]
-        most = max(len(world.log) - 1, solo.get(rank, -1))
+        most = max(len(world.log) - 1, first.get(rank, -1))
         if worker.alive and worker.steps.committed > most:
             raise Violation(
                 AHEAD, f"{worker.name} has applied step {worker.steps.committed}, the log has {len(world.log)} steps"
@@ -81,7 +81,7 @@ def _costs(world: World, state: str) -> None:
     """A run that failed has lost its last step if that was undone, and none if an error changed nothing."""
     happened, can_undo = world.happened(), world.configuration.undoes
     harmless = {"undone", "schedule", "forward", "nan"}
-    if world.configuration.exchange == "group" and _present(world) > 1:
+    if world.configuration.exchange in ("group", "voting") and _present(world) > 1:
         harmless |= {"torn"}  # each of the others holds all of the model; an earlier run may have left one worker alone
     if state == "failed" and can_undo and len(happened) == 1 and happened <= harmless:
         costs = int(happened == {"undone"})

@@ -258,10 +258,16 @@ class _PartsSet(GroupReplicaSet):
         return self.master.state()
 
 
+class _VotingSet(_PartsSet):
+    """Whole replicas that reach each other."""
+
+    votes = True  # type: ignore[assignment]
+
+
 def spec_for(exchange: str, site: str, members: int) -> RunSpec:
-    """The record of a run: exchange "star", "group" (whole replicas on their own paths) or "parts" (of one model)."""
+    """The record of a run: exchange "star", "group" (whole replicas on their own paths), "voting" (which decide) or "parts"."""
     parallel = None
-    if exchange == "group":
+    if exchange in ("group", "voting"):
         parallel = ParallelSpec(mode="data", dp=members, path="relay")
     elif exchange == "parts":
         parallel = ParallelSpec(mode="zero", dp=members, zero_stage=3, path="relay")
@@ -272,10 +278,11 @@ def spec_for(exchange: str, site: str, members: int) -> RunSpec:
 
 
 def replica_set_for(
-    spec: RunSpec, samples: int, buckets: int, saved: Checkpoint | None, run_id: str = "run"
+    spec: RunSpec, samples: int, buckets: int, saved: Checkpoint | None, run_id: str = "run", votes: bool = False
 ) -> ReplicaSet:
     """The replicas of a run that begins, or goes on from a checkpoint."""
-    kind = _WholeSet if spec.parallel is None else _PartsSet
+    kind: Any = _WholeSet if spec.parallel is None else _PartsSet
+    kind = _VotingSet if votes else kind
     made = kind(run_id, spec, (), CountingReplica(samples, buckets))
     if saved is not None:
         made.master.load_state(saved.state)

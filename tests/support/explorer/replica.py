@@ -106,9 +106,13 @@ class CountingReplica(Replica):
     learning_rate = None
     optimizer = SimpleNamespace(state={})
 
-    can_apply_ahead = True  # a lone worker's step is given to the device, and its figures are read one step later
+    @property
+    def can_apply_ahead(self) -> bool:
+        """A lone worker's step is given to the device, and its figures are read one step later."""
+        return self._group is None
 
     def launch_shard(self, work: ShardWork, on_bucket: Any = None, gates: bool = False) -> LaunchedShard:
+        self._launched = work.step
         if self._is_due("forward"):
             raise ValueError("the forward is cursed")
         if self._group is not None:
@@ -124,6 +128,10 @@ class CountingReplica(Replica):
         rows = float(work.rows)
         result = ShardResult(rows, rows, work.rows, not self._is_due("nan"), 0.0, 0.0)
         return LaunchedShard(lambda: result)
+
+    def own_commit(self, result: ShardResult, global_rows: int, num_steps: int = 1) -> Commit | None:
+        refused = not result.finite if self._group is None else self._group.is_refused(self._launched)
+        return None if refused else Commit(1.0, skip=False)
 
     def apply_ahead(self, launched: LaunchedShard) -> None:
         if not launched.read().finite:  # the device leaves the step out; nobody has seen it yet

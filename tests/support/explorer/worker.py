@@ -110,11 +110,12 @@ class Groups:
     def __init__(self) -> None:
         self.brought: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
         self.met: dict[int, set[str]] = {}
+        self.refused: set[tuple[int, int]] = set()  # a rank has what its vote is against
 
     def key(self) -> tuple[Any, ...]:
         """Who brought what."""
         met = tuple((g, tuple(sorted(names))) for g, names in sorted(self.met.items()))
-        return met, tuple((k, tuple(sorted(v.items()))) for k, v in sorted(self.brought.items()))
+        return met, tuple((k, tuple(sorted(v.items()))) for k, v in sorted(self.brought.items())), tuple(sorted(self.refused))
 
 
 class _Seat:
@@ -145,6 +146,11 @@ class _Seat:
 
     def broken_by(self, error: BaseException) -> bool:
         return self.order is not None and (self.broken or isinstance(error, GroupBroken))
+
+    def is_refused(self, step: int) -> bool:
+        """Whether a rank votes against a step."""
+        assert self.order is not None
+        return (self.order.generation, step) in self.groups.refused
 
     def total(self, step: int) -> list[int]:
         """The samples of all ranks, as their sum has them."""
@@ -295,6 +301,8 @@ class Worker:
             message, load = step.todo[0]
             ids = tuple(ids_of(load())[: message.rows])
             self.groups.brought.setdefault((order.generation, message.step), {})[self.name] = ids
+            if self.replica is not None and self.replica.fails == "nan":
+                self.groups.refused.add((order.generation, message.step))
             self.blocked = "sum"
             return
         self.turn()

@@ -42,7 +42,7 @@ class Configuration:
     Attributes:
         workers: at the start.
         batches: sample ids of each batch of an epoch, one batch a step.
-        exchange: "star", "group" or "parts".
+        exchange: "star", "group", "voting" or "parts".
         site: of the optimizer.
         faults: how often each may happen on one path: "cut" (connections break; then it comes back or is lost), "die", "leave",
             "join", "hub" (the orchestrator dies and resumes from its checkpoint), "late" (10 s pass), "interrupt", and what the
@@ -138,6 +138,7 @@ class World:
             worker.end()
         self.groups.brought.clear()
         self.groups.met.clear()
+        self.groups.refused.clear()
         self.cluster = QuietCluster()
         self.workers = []
         for _ in range(config.workers):
@@ -151,7 +152,7 @@ class World:
         self.runs, self.before = self.runs + 1, dict(self.left)
         self.log = [] if saved is None else list(saved.log)
         spec = spec_for(config.exchange, config.site, config.workers)
-        replicas = replica_set_for(spec, config.samples, config.buckets, saved, f"run-{self.runs}")
+        replicas = replica_set_for(spec, config.samples, config.buckets, saved, f"run-{self.runs}", config.exchange == "voting")
         plan = plan_for(
             [list(ids) for ids in config.batches], config.epochs, saved, prefetch_steps=config.ahead,
             snapshot_every_steps=config.snapshot_every, save_every_steps=config.save_every,

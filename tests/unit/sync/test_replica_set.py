@@ -265,8 +265,8 @@ def test_steps_that_a_lone_worker_did_beyond_the_last_report_are_counted_before_
 ) -> None:
     replicas.step, replicas.at, counted = 2, {0: 4}, []
     replicas.count_ahead = lambda step: counted.append((replicas.step, step))
-    replicas._adopt_highest(job)
-    replicas._adopt_highest(job)
+    replicas.adopt_highest(job)
+    replicas.adopt_highest(job)
     assert replicas.step == 4 and counted == [(2, 4)]
 
 
