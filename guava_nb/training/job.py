@@ -359,6 +359,7 @@ class TrainingJob(Job):
             try:
                 self._fetch_in_time()
             except GroupLost:
+                self.membership.formed = False  # so that no look at the group ends this
                 if not self.replica_set.rescue(self):
                     self._recovery.go_back()
         except (StopRequested, NobodyLeft, WorkerLost) as error:
