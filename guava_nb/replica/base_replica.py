@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.parallel.module_state import back_to
-from guava_nb.protocol.messages import Commit, RunSpec
+from guava_nb.protocol.messages import BatchShard, Commit, RunSpec
 from guava_nb.replica.buckets import BucketLayout, BucketWire
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.gradient_buckets import OnBucket
@@ -184,20 +184,19 @@ class BaseReplica(ABC):
             raise ConfigError(f"the loss gave a count of {count:g}; the denominator of a mean is at least 0")
         return loss_sum, count, math.isfinite(loss_sum) and math.isfinite(count)
 
-    def own_commit(self, result: ShardResult, global_rows: int, num_steps: int = 1) -> Commit | None:
+    def own_commit(self, result: ShardResult, shard: BatchShard) -> Commit | None:
         """Decide here whether a step counts that is not committed at the orchestrator: a lone worker's, of the only shard.
 
         Args:
             result: of the shard.
-            global_rows: samples of the whole step.
-            num_steps: optimizer steps in it.
+            shard: which was asked for.
 
         Returns:
             How it is applied; None: the orchestrator decides.
         """
         if not result.finite and self._scaler is None:
             return None
-        return Commit(true_scale(global_rows, result.count), skip=not result.finite, steps=num_steps)
+        return Commit(true_scale(shard.global_rows, result.count), skip=not result.finite, steps=shard.num_steps)
 
     def apply(self, sums: Buckets | None, commit: Commit, step: int = 0) -> None:
         """Apply the step.

@@ -29,7 +29,7 @@ from guava_nb.parallel.parallelize import parallelize
 from guava_nb.parallel.replicas.call_order import Habit
 from guava_nb.parallel.replicas.gather_batch import gathering, refusing
 from guava_nb.parallel.state.full_state import local_part
-from guava_nb.protocol.messages import Commit, RunSpec
+from guava_nb.protocol.messages import BatchShard, Commit, RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets
 from guava_nb.replica.buckets import BucketWire, build_layout
 from guava_nb.replica.buffers import BufferBook
@@ -281,7 +281,7 @@ class GroupReplica(BaseReplica):
             nonfinite, square, self._preprocessing.total(counts),
         )  # fmt: skip
 
-    def own_commit(self, result: ShardResult, global_rows: int, num_steps: int = 1) -> Commit | None:
+    def own_commit(self, result: ShardResult, shard: BatchShard) -> Commit | None:
         """Vote with the other ranks on a step, all of whose gradients are summed; all get the same answer.
 
         Nothing is decided here where a rank has what only the orchestrator can judge: a value that is not finite, parameters
@@ -302,9 +302,9 @@ class GroupReplica(BaseReplica):
         if not all(agreed for _, _, agreed in told):
             return None
         # Added up in the order of the ranks, as the orchestrator does.
-        scale = true_scale(global_rows, sum(count for count, _, _ in told))
+        scale = true_scale(shard.global_rows, sum(count for count, _, _ in told))
         clip = clip_factor(self._spec.max_grad_norm, sum(part for _, part, _ in told), scale)
-        return Commit(scale, skip=False, clip=clip, steps=num_steps, frozen=self._frozen)
+        return Commit(scale, skip=False, clip=clip, steps=shard.num_steps, frozen=self._frozen)
 
     def apply(self, sums: Buckets | None, commit: Commit, step: int = 0) -> None:
         """As `BaseReplica.apply`; what takes no gradient any more is known for the next vote."""

@@ -128,7 +128,7 @@ class LaunchedShard:
 
 
 def true_scale(rows: int, count: float) -> float:
-    """Return the factor from a sum that was divided by the samples of a step to the mean by its true count; 0 for a count of 0."""
+    """Return the factor from a sum over a step, divided by its samples, to the mean by its true count; 0 for a count of 0."""
     return rows / count if count else 0.0
 
 

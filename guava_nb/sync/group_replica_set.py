@@ -263,12 +263,8 @@ class GroupReplicaSet(ReplicaSet):
     def _new(self, run_id: str, master: Replica) -> ReplicaSet:
         made = super()._new(run_id, master)
         assert isinstance(made, GroupReplicaSet)
-        made.team, made.generation, made.route, made.layout_text = (
-            self.team,
-            self.generation,
-            self.route,
-            self.layout_text,
-        )
+        made.team, made.generation = self.team, self.generation
+        made.route, made.layout_text = self.route, self.layout_text
         made._formed_in, made._relay_only, made._example = self._formed_in, self._relay_only, self._example
         return made
 
@@ -414,11 +410,7 @@ class GroupReplicaSet(ReplicaSet):
 
     @property
     def votes(self) -> bool:
-        """Whether the ranks decide by themselves on the steps of the group that stands.
-
-        They reach each other, so a vote is quicker than the way to the orchestrator and back; and each has all of the model,
-        so that of those that came to different steps the furthest can give the others its state.
-        """
+        """Whether ranks decide on steps by themselves: they reach each other, and the furthest can give the others its state."""
         return self.elastic and self.route.path == "direct" and not self.spec.lockstep and self.spec.precision != "fp16"
 
     def _may_have(self, job: Job) -> bool:

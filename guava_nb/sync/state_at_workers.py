@@ -103,7 +103,7 @@ class StateAtWorkers(StepsHeld, ABC):
         return sorted(r for r, step in self.at.items() if step == self.step and r in job.ready)
 
     def givers(self, job: Job) -> list[int]:
-        """Return the connected ranks of whom one, with those that hold the rest of it, can give the last committed step's state."""
+        """Return connected ranks: one, with those that hold the rest of it, can give the last committed step's state."""
         return self.in_step(job)
 
     def next_request(self) -> int:

@@ -219,7 +219,10 @@ class StepWindow:
         replica_set = self._membership.replica_set
         replica_set.abort(self._job, list(replica_set.at), reason, last)
         in_flight = [f.machine for f in self.exchange.in_flight.values() if f.machine.is_applied_first]
-        ahead, voted = {t.owner for machine in in_flight for t in machine.tasks}, any(machine.voted for machine in in_flight)
+        ahead, voted = (
+            {t.owner for machine in in_flight for t in machine.tasks},
+            any(machine.voted for machine in in_flight),
+        )
         # No member would apply another one that were committed while others are heard.
         self.exchange.give_up(but_applied_first=True)
         self._hear(set(replica_set.at) if hear_all else ahead)

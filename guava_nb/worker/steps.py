@@ -19,7 +19,6 @@ from guava_nb.errors import GuavaError
 from guava_nb.protocol.messages import (
     Abort,
     BatchShard,
-    Commit,
     CommitStep,
     Failure,
     FailureKind,
@@ -205,13 +204,12 @@ class StepRunner:
     def abort(self, message: Abort) -> None:
         """Give up what is not committed, and tell how far this worker is.
 
-        One that decides by itself may have applied steps that the orchestrator does not know of yet. Another has in a group
-        applied a step that failed elsewhere, and takes it back.
+        One that decides by itself may be ahead. Another has in a group applied a step that failed elsewhere, and takes it back.
         """
         self._generation, self._is_halted = max(self._generation, message.generation), False
         ahead, run = self.committed - message.last_committed, self._run
-        is_torn = ahead == 1 and self.committed != self._own_step and run is not None and run.spec.parallel is not None
-        if is_torn and run is not None and run.replica.undo_step():
+        is_torn = ahead == 1 and self.committed != self._own_step
+        if is_torn and run is not None and run.spec.parallel is not None and run.replica.undo_step():
             self._forget_pending(message.last_committed)
         self._pending.abort(message.last_committed, message.generation)
         self._send(StepApplied(run_id=message.run_id, generation=message.generation, step=self.committed), ())
@@ -291,8 +289,7 @@ class StepRunner:
             self._look_ahead()
             launched = self._run_shard(run, message, parts, goes_ahead)
             result = None if goes_ahead else launched.read()
-            is_own = is_alone and result is not None
-            commit = run.replica.own_commit(result, message.global_rows, message.num_steps) if is_own else None
+            commit = run.replica.own_commit(result, message) if result and is_alone else None
         except USER_ERRORS as error:  # the user's model or loss; shown in the orchestrator's cell
             self.settle()
             run.replica.restore()
@@ -307,11 +304,9 @@ class StepRunner:
         self.restart_wait_clock()
         if commit is None:
             self._send(ready, ())
-            return
-        # The orchestrator does not wait for this report, so it travels with the commit: one message a step instead of two. And
-        # an abort that has come meanwhile must not part ranks that have voted for the step.
-        step.ready, step.commit, self._own_step = ready, commit, message.step
-        self._apply(run, step)
+        else:  # in one message; and at once, since an abort that waits must not part ranks that have voted for the step
+            step.ready, step.commit, self._own_step = ready, commit, message.step
+            self._apply(run, step)
 
     def _fail_in(self, run: PreparedRun, message: BatchShard, error: BaseException) -> None:
         notes = _notes_on(error, run.replica, message)

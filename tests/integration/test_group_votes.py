@@ -67,7 +67,10 @@ class Watching:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_grad_norm": 0.5, "scheduler": "StepLR", "scheduler_args": {"step_size": 2}, "scheduler_interval": "step"}],
+    [
+        {},
+        {"max_grad_norm": 0.5, "scheduler": "StepLR", "scheduler_args": {"step_size": 2}, "scheduler_interval": "step"},
+    ],
     ids=["plain", "clipped"],
 )
 def test_a_vote_decides_as_the_orchestrator_does(session: Session, commits: list[int], options: dict[str, Any]) -> None:

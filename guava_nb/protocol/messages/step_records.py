@@ -315,7 +315,7 @@ class StepApplied(Message, frozen=True, kw_only=True):
     parameter_hash: str = ""
     learning_rate: float | None = None
     skipped: bool = False
-    ready: ShardReport | None = None  # where the step was not committed here: the report on the shard, in the same message
+    ready: ShardReport | None = None  # where the worker decided: its report on the shard, in the same message
 
 
 class Abort(Message, frozen=True):

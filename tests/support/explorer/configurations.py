@@ -18,7 +18,13 @@ _FAILS = dict.fromkeys(FAILURES, 1)
 _MIDWAY = {"undone": 1, "schedule": 1}
 _CUT_OFF = {"cut": 2, "interrupt": 2}
 #: Exchange and site of the optimizer.
-_WAYS = (("star", "workers"), ("star", "orchestrator"), ("group", "workers"), ("voting", "workers"), ("parts", "workers"))
+_WAYS = (
+    ("star", "workers"),
+    ("star", "orchestrator"),
+    ("group", "workers"),
+    ("voting", "workers"),
+    ("parts", "workers"),
+)
 #: Rounds of local steps that go on while their sum travels.
 _EARLY: dict[str, Any] = {"early": True, "workers": 3, "batches": STEPS, "buckets": 2, "snapshot_every": 2}
 

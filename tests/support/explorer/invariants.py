@@ -54,7 +54,7 @@ def at_each_state(world: World) -> None:
 
 
 def _not_ahead(world: World) -> None:
-    """A worker that takes part may hold a step that is not in the log only if it was sent it alone, or with those it votes with."""
+    """A worker that takes part may hold a step that is not in the log only if it may be applied first."""
     job = world.job
     first = {
         t.owner: f.machine.step

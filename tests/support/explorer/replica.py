@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from guava_nb.protocol.messages import Commit
+from guava_nb.protocol.messages import BatchShard, Commit
 from guava_nb.replica.buckets import BucketWire
 from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.replica.replica import Replica
@@ -129,7 +129,7 @@ class CountingReplica(Replica):
         result = ShardResult(rows, rows, work.rows, not self._is_due("nan"), 0.0, 0.0)
         return LaunchedShard(lambda: result)
 
-    def own_commit(self, result: ShardResult, global_rows: int, num_steps: int = 1) -> Commit | None:
+    def own_commit(self, result: ShardResult, shard: BatchShard) -> Commit | None:
         refused = not result.finite if self._group is None else self._group.is_refused(self._launched)
         return None if refused else Commit(1.0, skip=False)
 

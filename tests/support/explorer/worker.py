@@ -115,7 +115,11 @@ class Groups:
     def key(self) -> tuple[Any, ...]:
         """Who brought what."""
         met = tuple((g, tuple(sorted(names))) for g, names in sorted(self.met.items()))
-        return met, tuple((k, tuple(sorted(v.items()))) for k, v in sorted(self.brought.items())), tuple(sorted(self.refused))
+        return (
+            met,
+            tuple((k, tuple(sorted(v.items()))) for k, v in sorted(self.brought.items())),
+            tuple(sorted(self.refused)),
+        )
 
 
 class _Seat:

@@ -152,7 +152,9 @@ class World:
         self.runs, self.before = self.runs + 1, dict(self.left)
         self.log = [] if saved is None else list(saved.log)
         spec = spec_for(config.exchange, config.site, config.workers)
-        replicas = replica_set_for(spec, config.samples, config.buckets, saved, f"run-{self.runs}", config.exchange == "voting")
+        replicas = replica_set_for(
+            spec, config.samples, config.buckets, saved, f"run-{self.runs}", config.exchange == "voting"
+        )
         plan = plan_for(
             [list(ids) for ids in config.batches], config.epochs, saved, prefetch_steps=config.ahead,
             snapshot_every_steps=config.snapshot_every, save_every_steps=config.save_every,
