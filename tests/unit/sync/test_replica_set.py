@@ -144,7 +144,7 @@ def test_a_commit_that_a_worker_cannot_have_made_is_no_news(replicas: ReplicaSet
 
 def test_only_the_worker_that_was_sent_a_step_alone_may_be_ahead_and_only_so_far(replicas: ReplicaSet) -> None:
     replicas.step, replicas.at = 2, {0: 2, 1: 2}
-    replicas.sent((0,), 4, alone=True)
+    replicas.sent((0,), 4, is_applied_first=True)
     for rank, step in ((0, 4), (1, 3)):
         replicas.note_commit(rank, StepApplied(run_id="run", generation=0, step=step))
     assert replicas.at == {0: 4, 1: 2}
@@ -152,7 +152,7 @@ def test_only_the_worker_that_was_sent_a_step_alone_may_be_ahead_and_only_so_far
 
 def test_a_step_is_undone_by_the_worker_that_was_asked_to_and_once(replicas: ReplicaSet, job: Any) -> None:
     replicas.step, replicas.at = 2, {0: 2, 1: 1, 2: 2}
-    replicas.sent((0, 1, 2), 2, alone=False)
+    replicas.sent((0, 1, 2), 2, is_applied_first=False)
     replicas.abort(job, [0, 1], "step 3 could not be applied everywhere", last=1)
     undone = StepApplied(run_id="run", generation=job.cluster.roster.generation, step=1)
     assert (job.sent[-1].last_committed, job.sent[-1].generation) == (1, undone.generation)
@@ -184,7 +184,7 @@ def test_reports_that_came_while_no_job_listened_are_asked_for_again(replicas: R
     job.cluster.bounds = PayloadBounds()
     replicas.attach(job)
     replicas.step, replicas.at = 2, {0: 1}
-    replicas.sent((0,), 2, alone=False)
+    replicas.sent((0,), 2, is_applied_first=False)
 
     def pump(until: Any, timeout_s: float | None) -> bool:
         handlers[StepApplied](0, StepApplied(run_id="run", generation=job.sent[-1].generation, step=2), NOTHING)
@@ -217,10 +217,10 @@ def test_a_worker_that_is_lost_while_parts_are_prepared_is_a_reason_to_wait_and_
 
 def test_a_step_that_a_worker_was_not_sent_is_none_that_it_applied(replicas: ReplicaSet) -> None:
     replicas.step, replicas.at = 5, {0: 3, 1: 5}
-    replicas.sent((1,), 5, alone=False)
+    replicas.sent((1,), 5, is_applied_first=False)
     replicas.note_commit(0, StepApplied(run_id="run", generation=0, step=5))
     assert replicas.at == {0: 3, 1: 5}
-    replicas.sent((0,), 5, alone=False)
+    replicas.sent((0,), 5, is_applied_first=False)
     replicas.note_commit(0, StepApplied(run_id="run", generation=0, step=5))
     assert replicas.at == {0: 5, 1: 5}
 
