@@ -197,8 +197,7 @@ class StepRunner:
 
     def commit(self, message: CommitStep) -> None:
         """Apply a step as soon as all of it has come."""
-        step = self._pending.find(message.step, message.generation)
-        if step is not None:
+        if (step := self._pending.find(message.step, message.generation)) is not None:
             step.commit = message.commit
 
     def abort(self, message: Abort) -> None:
@@ -269,9 +268,8 @@ class StepRunner:
         return None
 
     def _can_apply(self, step: LocalStep[_Sum]) -> bool:
-        if step.commit is None or not step.announced or self._run is None:
-            return False
-        return len(step.buckets) == len(self._run.replica.layout.numbers) or not step.buckets
+        run, came = self._run, len(step.buckets)
+        return run is not None and bool(step.commit) and step.announced and came in (0, len(run.replica.layout.numbers))
 
     def _work(self, run: PreparedRun, step: LocalStep[_Sum], message: BatchShard, load: Load) -> None:
         started = time.monotonic()
@@ -305,8 +303,9 @@ class StepRunner:
         if commit is None:
             self._send(ready, ())
         else:  # in one message; and at once, since an abort that waits must not part ranks that have voted for the step
-            step.ready, step.commit, self._own_step = ready, commit, message.step
+            step.ready, step.commit = ready, commit
             self._apply(run, step)
+            self._own_step = self.committed
 
     def _fail_in(self, run: PreparedRun, message: BatchShard, error: BaseException) -> None:
         notes = _notes_on(error, run.replica, message)
@@ -358,8 +357,7 @@ class StepRunner:
 
     def _look_ahead(self) -> None:
         """Let the next shard, if it is here, come to the device while this one computes."""
-        following = self._pending.following()
-        if following is not None:
+        if (following := self._pending.following()) is not None:
             self._prefetch.begin(key_of(following[0]), following[1])
 
     def _run_shard(self, run: PreparedRun, message: BatchShard, parts: list[Any], ahead: bool = False) -> LaunchedShard:
@@ -409,6 +407,8 @@ class StepRunner:
             except ApplyFailed as failed:
                 failure = failed.__cause__
                 if not failed.applied:
+                    if step.ready is not None and run.spec.parallel is not None:  # others may have applied it
+                        self._send(step.ready, ())
                     self._halt(run, failure, self.committed + 1)
                     if self._seat is not None:
                         self._seat.leave()  # peers may wait for this rank's part in the midst of theirs (ZeRO 1)

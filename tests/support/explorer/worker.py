@@ -317,6 +317,10 @@ class Worker:
         if not self.can_work() or step is None or self.loop._leave_deadline is not None or step.has_parameters:
             return False
         in_shard = failure in ("forward", "nan")
+        if (
+            step.todo and step.todo[0][0].solo and self.seat.order is not None
+        ):  # it votes, and applies in the same piece of work
+            return True
         return in_shard is bool(step.todo) and in_shard is not self.steps._can_apply(step)
 
     def fail(self, failure: str) -> None:
