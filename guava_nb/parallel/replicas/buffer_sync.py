@@ -25,6 +25,7 @@ from guava_nb.parallel.replicas.buffer_policy import (
     policy_of,
     taken,
     way_of,
+    with_all_forwards,
 )
 
 __all__ = ["BufferSync"]
@@ -61,6 +62,7 @@ class BufferSync:
         self._uncertain = [i for i, name in enumerate(names) if not is_statistic(name)]
         self.unlike: set[str] = set()
         self._counted: dict[str, bool] = {}
+        self._full_rank = 0  # of the step: the first replica with all forwards
         self._before: list[Tensor] = []
         self.mark()
 
@@ -109,10 +111,10 @@ class BufferSync:
         """
         count, size = len(changes), self._size
         looked = len(self._uncertain)
-        facts = changes[0].new_zeros(count + size + (5 * size + 1) * looked, dtype=torch.float64)
+        facts = changes[0].new_zeros(count + size + (6 * size + 1) * looked, dtype=torch.float64)
         facts[:count] = torch.stack([(change != 0).any() for change in changes])
         facts[count + self._rank] = rows
-        table = facts[count + size : count + size + 5 * size * looked].view(-1, size, 5)
+        table = facts[count + size : count + size + 6 * size * looked].view(-1, size, 6)
         if rows and looked:
             facts[-looked:] = torch.stack(
                 [is_lost(self._before[i], self._live(i), changes[i]) for i in self._uncertain]
@@ -128,15 +130,21 @@ class BufferSync:
         busy = [rank for rank in range(size) if all_rows[rank]]
         ways: dict[int, Way] = {}
         for i in (i for i in range(count) if anywhere[i]):
-            of_ranks = table[self._uncertain.index(i)].tolist() if i in self._uncertain else [[0.0] * 5] * size
+            of_ranks = table[self._uncertain.index(i)].tolist() if i in self._uncertain else [[0.0] * 6] * size
             own = [of_ranks[rank] for rank in busy]
             name, policy, is_whole = self._facts[i]
+
+            def alike(places: Sequence[int], own: list[list[float]] = own) -> bool:
+                return all(own[place][:2] == own[places[0]][:2] for place in places)
+
+            facts_here = [ChangeFacts.of(one[2:]) for one in own]
             way, is_told = way_of(
-                name, policy, is_whole, all(one[:2] == own[0][:2] for one in own),
-                [ChangeFacts(*map(bool, one[2:])) for one in own], [all_rows[rank] for rank in busy], self._counted,
-            )  # fmt: skip
+                name, policy, is_whole, alike, facts_here, [all_rows[rank] for rank in busy], self._counted
+            )
             if is_told:
                 self.unlike.add(name)
+            if way == "full":
+                self._full_rank = busy[with_all_forwards(facts_here)[0]]
             if way != "same":
                 ways[i] = way
             elif len(busy) < size:
@@ -155,8 +163,10 @@ class BufferSync:
         if way == "average":
             share = all_rows[self._rank] / max(1, sum(all_rows))
             flat = flat * share if flat.is_floating_point() else (flat.double() * share)
-        elif way == "first" and self._rank != next((rank for rank, rows in enumerate(all_rows) if rows), 0):
-            flat = torch.zeros_like(flat)
+        elif way in ("first", "full"):
+            first = next((rank for rank, rows in enumerate(all_rows) if rows), 0)
+            if self._rank != (self._full_rank if way == "full" else first):
+                flat = torch.zeros_like(flat)
         dist.all_reduce(flat, op=dist.ReduceOp.MAX if way == "most" else dist.ReduceOp.SUM, group=self._group)
         parts = flat.split([change.numel() for change in changes])  # type: ignore[no-untyped-call]
         for change, part in zip(changes, parts, strict=True):
