@@ -50,6 +50,7 @@ class Replicas(Protocol):
     master_step: int
     unit: str
     writer: RowWriter
+    found_policies: str
 
     count_ahead: Callable[[int], None]
 

@@ -6,6 +6,7 @@ The same face as `StarExchange`. A step is committed when all ranks have reporte
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -77,7 +78,7 @@ class GroupExchange(StepExchange[Group]):
         weights = [weights[team.index(rank)] for rank in members]  # a replica takes the share of its first rank
         shares = shares_of(batches, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
         self._tell_few_rows(max(rows for share in shares for rows in share.rows))
-        head = self._head(self._replicas.generation)
+        head = replace(self._head(self._replicas.generation), buffers=self._replicas.found_policies)
         tasks, shards = tasks_of(head, mesh, members, shares, spec.wants_whole_batches, self._writer, splitter)
         scaled = spec.precision == "fp16"
         machine = StepMachine(

@@ -79,14 +79,17 @@ class BufferSync:
         return tensor
 
     @torch.no_grad()
-    def finish(self, rows: int, forwards: int = 1) -> None:
-        """Make the tensors equal; this replica saw `rows` samples in so many forwards since the last step."""
+    def finish(self, rows: int, forwards: int = 1, policies: str = "") -> None:
+        """Make the tensors equal; this replica saw `rows` samples in so many forwards since the last step.
+
+        `policies`, the same on all ranks, are for those that the run's option leaves to us.
+        """
         if not self._owners:
             return
         changes = [change_of(before, self._live(i)) for i, before in enumerate(self._before)]
         if not rows:  # a replica without samples may hold anything, even NaN
             changes = [torch.zeros_like(change) for change in changes]
-        anywhere, all_rows, ways = self._agree(changes, rows, forwards)
+        anywhere, all_rows, ways = self._agree(changes, rows, forwards, policies)
         steps: dict[tuple[Way, torch.dtype], list[int]] = {}
         for i, way in ways.items():
             steps.setdefault((way, changes[i].dtype), []).append(i)
@@ -98,13 +101,14 @@ class BufferSync:
         self.mark()
 
     def _agree(
-        self, changes: Sequence[Tensor], rows: int, forwards: int
+        self, changes: Sequence[Tensor], rows: int, forwards: int, policies: str
     ) -> tuple[list[bool], list[int], dict[int, Way]]:
         """Return which tensors moved anywhere, each replica's rows, and what becomes of those that moved.
 
         Args:
             changes: of each tensor, `[N]`, as `change_of` gives them.
             rows, forwards: of this replica.
+            policies: as of `finish`.
 
         Raises:
             TrainingError: a new value is lost in its change, on any replica.
@@ -131,25 +135,30 @@ class BufferSync:
         ways: dict[int, Way] = {}
         for i in (i for i in range(count) if anywhere[i]):
             of_ranks = table[self._uncertain.index(i)].tolist() if i in self._uncertain else [[0.0] * 6] * size
-            own = [of_ranks[rank] for rank in busy]
-            name, policy, is_whole = self._facts[i]
-
-            def alike(places: Sequence[int], own: list[list[float]] = own) -> bool:
-                return all(own[place][:2] == own[places[0]][:2] for place in places)
-
-            facts_here = [ChangeFacts.of(one[2:]) for one in own]
-            way, is_told = way_of(
-                name, policy, is_whole, alike, facts_here, [all_rows[rank] for rank in busy], self._counted
-            )
-            if is_told:
-                self.unlike.add(name)
-            if way == "full":
-                self._full_rank = busy[with_all_forwards(facts_here)[0]]
+            way = self._way_of(i, policies, [of_ranks[rank] for rank in busy], [all_rows[rank] for rank in busy], busy)
             if way != "same":
                 ways[i] = way
             elif len(busy) < size:
                 ways[i] = "first"  # who had no samples gets it from those who had
         return anywhere, all_rows, ways
+
+    def _way_of(
+        self, index: int, policies: str, numbers: list[list[float]], rows: list[int], busy: Sequence[int]
+    ) -> Way:
+        """Return what becomes of a tensor, of the digest and the facts of the `busy` replicas' changes, with their samples."""
+        name, policy, is_whole = self._facts[index]
+        policy = policy_of(policies, name) if policies and policy == "auto" else policy
+        facts = [ChangeFacts.of(one[2:]) for one in numbers]
+
+        def alike(places: Sequence[int]) -> bool:
+            return all(numbers[place][:2] == numbers[places[0]][:2] for place in places)
+
+        way, is_told = way_of(name, policy, is_whole, alike, facts, rows, self._counted)
+        if is_told:
+            self.unlike.add(name)
+        if way == "full":
+            self._full_rank = busy[with_all_forwards(facts)[0]]
+        return way
 
     def _exchange(self, way: Way, changes: Sequence[Tensor], all_rows: Sequence[int]) -> None:
         """Make of the changes here, each `[N]`, in place what those of all replicas come to.

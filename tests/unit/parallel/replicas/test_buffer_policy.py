@@ -33,8 +33,7 @@ def merged(
     """What becomes of changes, and whether a person is told."""
     tensors = [torch.tensor(change) for change in changes]
     facts = [
-        ChangeFacts.of(facts_of(*one).tolist())
-        for one in zip(tensors, rows, forwards or [1] * len(rows), strict=True)
+        ChangeFacts.of(facts_of(*one).tolist()) for one in zip(tensors, rows, forwards or [1] * len(rows), strict=True)
     ]
 
     def alike(places: Sequence[int]) -> bool:
@@ -160,7 +159,13 @@ def test_counters_of_several_batches_in_one_step(
 @pytest.mark.parametrize(
     ("changes", "forwards", "known", "becomes", "is_told"),
     [
-        ([0.19, 0.271, 0.271], [2, 3, 3], None, 0.271, False),  # a moving average of the weights: one had no sample of a batch
+        (
+            [0.19, 0.271, 0.271],
+            [2, 3, 3],
+            None,
+            0.271,
+            False,
+        ),  # a moving average of the weights: one had no sample of a batch
         ([0.271, 0.19], [3, 2], False, 0.271, False),  # a lone one, of what was alike before
         ([0.19, 0.271], [2, 3], None, 0.271, True),  # it may as well go by the samples
         ([0.2, 0.3, 0.4], [2, 3, 3], False, 0.3, True),  # it does
