@@ -36,7 +36,9 @@ def unlike_buffers(
         measure: measures the pieces once more, by other `policies`.
     """
     unlike = [name for name in moved if is_unlike(one.buffers[name], many.buffers.get(name))]
-    free = [name for name in moved if policy_of(policies, name) == "auto" and (name in unlike or not counted.get(name))]
+    # Of fractions the mean is right already, and a sum is not.
+    unsure = {name for name in moved if not (counted.get(name) or one.buffers[name].is_floating_point())}
+    free = [name for name in moved if policy_of(policies, name) == "auto" and (name in unlike or name in unsure)]
     fits = _fitting(free, one.buffers, {way: measure(policies=way).buffers for way in _NEEDED}) if free else {}
     fits = {name: policy for name, policy in fits.items() if name in unlike or policy == "sum"}
     return tuple(name for name in unlike if name not in fits), fits

@@ -21,12 +21,12 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
 
 
 def measured(values: Mapping[str, float]) -> Measured:
-    return Measured(0.0, {}, {name: torch.tensor(float(value)) for name, value in values.items()}, (), ())
+    return Measured(0.0, {}, {name: torch.tensor(value) for name, value in values.items()}, (), ())
 
 
 def merged(policies: str) -> Measured:
     merge = {"first": lambda a, b: a, "sum": lambda a, b: a + b, "average": lambda a, b: (a + b) / 2}[policies]
-    return measured({name: merge(a, b) for name, (a, b, _) in CASES.items()})
+    return measured({name: type(a)(merge(a, b)) for name, (a, b, _) in CASES.items()})
 
 
 def found(many: str, option: str = "auto", counted: Mapping[str, bool] | None = None) -> Any:
