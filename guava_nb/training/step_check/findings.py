@@ -340,8 +340,8 @@ def _about_fits(answer: Finding, before: str = "") -> Iterator[str]:
     if answer.fits:
         policies = ", ".join(f"{name}={policy}" for name, policy in [*answer.fits.items()][:3])
         yield (
-            f"{before}what workers change in buffers comes to what the whole batch changes by {policies}, so this run takes that "
-            "(buffers=, --buffers)"
+            f"{before}buffers come to what the whole batch makes of them by {policies}, so this run takes that, as buffers= "
+            "(--buffers) would"
         )
 
 
