@@ -36,6 +36,7 @@ from guava_nb.sync.state_at_workers import StateLate
 from guava_nb.training import checkpoint
 from guava_nb.training.initial_state import (
     GOES_ON,
+    SCHEDULE_GOES_ON,
     begun_anew,
     build_replicas,
     check_saved,
@@ -315,7 +316,7 @@ class ReplicaSets:
         made = last.successor(self._past.next_id, _like(last) if is_here else last.master)
         made.code, made.registered, made.checks = composed.code, self._registry.instance_for(spec), last.checks
         made.goes_on = True
-        self._notices.add(GOES_ON.format("", ""), "run")
+        self._notices.add(GOES_ON.format("", "") + (SCHEDULE_GOES_ON if spec.scheduler is not None else ""), "run")
         return made
 
     def _build(self, composed: Composed, weights: str | Path | None = None, resumes: bool = False) -> ReplicaSet:

@@ -59,8 +59,11 @@ class ModelPart(Protocol):
     def stand_in(self, batch: Any) -> None:
         """Run a forward of one row for what it changes of the parameters, where a stand-in would run none; else do nothing."""
 
-    def finish_gradients(self) -> Collection[str]:
+    def finish_gradients(self, policies: str = "") -> Collection[str]:
         """Complete the step's sums over replicas; every rank calls it once after its last `train_batch`.
+
+        Args:
+            policies: of buffers that the run's option leaves to us, the same on all ranks.
 
         Returns:
             Names of buffers that replicas changed differently, with no rule or choice for it.

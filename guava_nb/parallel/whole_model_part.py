@@ -127,9 +127,9 @@ class WholeModelPart(ModelPart):
         self._rows, self._forwards = self._rows + rows, self._forwards + 1
         return measured(loss, rows)
 
-    def finish_gradients(self) -> Collection[str]:
+    def finish_gradients(self, policies: str = "") -> Collection[str]:
         """Complete the step's sums."""
-        unlike = self._data.finish(self.named, self._rows, self._forwards)
+        unlike = self._data.finish(self.named, self._rows, self._forwards, policies)
         if self._tensor.is_active and self._data.apart is not None and bool(self._data.apart > 0):
             self._data.settle()
         self._tensor.finish(self.named)

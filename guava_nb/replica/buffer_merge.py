@@ -104,12 +104,15 @@ class BufferMerge:
         changes = [self._changes[shard].get(index, nothing) for shard in shards]
         rows, forwards = [self._rows[shard] for shard in shards], [self._forwards[shard] for shard in shards]
         name = self._bucket.names[index]
-        alike = all(torch.equal(changes[0], other) for other in changes[1:])
+
+        def alike(places: Sequence[int]) -> bool:
+            return all(torch.equal(changes[places[0]], changes[place]) for place in places[1:])
+
         way, is_told = way_of(
             name, policy_of(self._policies, name), index in self._bucket.whole_numbers, alike,
-            [ChangeFacts(*map(bool, facts_of(*one).tolist())) for one in zip(changes, rows, forwards, strict=True)], rows,
+            [ChangeFacts.of(facts_of(*one).tolist()) for one in zip(changes, rows, forwards, strict=True)], rows,
             self._counted,
         )  # fmt: skip
         if is_told:
             self.unlike = (*self.unlike, name)
-        return combined(way, changes, rows)
+        return combined(way, changes, rows, forwards)

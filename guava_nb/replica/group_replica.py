@@ -223,7 +223,7 @@ class GroupReplica(BaseReplica):
         frozen = self._switches.frozen() if any(rows for _, rows in parts) else None
         self._buffers.refuse_resized(shared=True)
         self._buffers.put_in_place()
-        unlike = tuple(sorted(part.finish_gradients()))
+        unlike = tuple(sorted(part.finish_gradients(work.buffers)))
         changed = self._forward_writes.end()
         return LaunchedShard(
             lambda: replace(

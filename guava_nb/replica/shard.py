@@ -45,6 +45,7 @@ class ShardWork:
         num_steps: optimizer steps of the round.
         local_batches: of each of these steps; `part_steps` counts them.
         generation: membership in which the step was issued.
+        buffers: as of `BatchShard`.
     """
 
     step: int
@@ -59,6 +60,7 @@ class ShardWork:
     num_steps: int = 1
     local_batches: int = 1
     generation: int = 0
+    buffers: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,8 +155,9 @@ class TrainingOptions:
             numbers then depend on that pace.
         buffers: what becomes of a buffer that workers change by different amounts: "average" by samples, "first" takes those of
             the first samples, "sum" adds changes up, as of counts; or by name, as in "vq.*=first,hist=sum". Statistics of
-            normalisation layers are always averaged. By default "auto": whole numbers that count samples are added up, others
-            averaged, and it is told where that need not be right.
+            normalisation layers are always averaged. By default "auto": what the one-step check finds to be that of the whole
+            batch; else whole numbers that count samples are added up, others averaged, and it is told where that need not be
+            right.
         optimizer_site: who holds the optimizer, "orchestrator" for an authoritative master copy; by default the configuration's.
         wire: how the gradients of several workers, or what their local steps came to, travel by way of the orchestrator, and
             their sum back: "fp32" exactly (float64 too), "bf16" or "fp16" in half of the bytes, "int8" in a quarter, "int4"

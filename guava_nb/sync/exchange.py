@@ -51,6 +51,7 @@ class Replicas(Protocol):
     at: dict[int, int]
     unit: str
     writer: RowWriter
+    found_policies: str
 
     count_ahead: Callable[[int], None]
 

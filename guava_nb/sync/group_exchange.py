@@ -79,7 +79,8 @@ class GroupExchange(StepExchange[Group]):
         weights = [weights[team.index(rank)] for rank in members]  # a replica takes the share of its first rank
         shares = shares_of(batches, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
         self._tell_few_rows(max(rows for share in shares for rows in share.rows))
-        head = replace(self._head(self._replicas.generation), solo=self._replicas.votes)
+        generation, policies = self._replicas.generation, self._replicas.found_policies
+        head = replace(self._head(generation), solo=self._replicas.votes, buffers=policies)
         tasks, shards = tasks_of(head, mesh, members, shares, spec.wants_whole_batches, self._writer, splitter)
         scaled = spec.precision == "fp16"
         machine = StepMachine(

@@ -64,11 +64,12 @@ class ReplicaSet(StateAtWorkers):
         least: how many workers the run needs.
         layout_text: how one model is spread over the workers, in words; "" for whole replicas.
         checks: findings of the one-step check by a digest of what they depend on; handed on from run to run.
+        found_policies: what it found for buffers that the option `buffers` leaves to us, in the words of that option.
         registered: the user's own instance, whose weights are where the run begins; None where there is none.
         code: the user's code as it is here; None where workers are not compared with it.
         after: the run that this one goes on from at the workers, and its last step; None where it begins from the master.
         goes_on: it begins with the weights of the last run.
-        from_seed: step 0 is what every machine builds from the record: workers that prove it by a digest are sent nothing.
+        from_seed: every machine builds step 0 from the record: workers that prove it by a digest are sent nothing.
         is_begun: workers were told to build the run before its master was (`begin_building`), so they may have it.
         predecessor: the replicas of the run that this one goes on from, until they are taken over.
         gone_on_in: the run that took these over.
@@ -88,7 +89,7 @@ class ReplicaSet(StateAtWorkers):
         super().__init__(run_id, master, elastic)
         self.spec, self.cells, self.route, self.least = spec, tuple(cells), route, least
         self.unit = "step" if spec.rounds is None else "round"
-        self.layout_text = self.gone_on_in = ""
+        self.layout_text = self.gone_on_in = self.found_policies = ""
         self.checks: dict[bytes, Any] = {}
         self.code: CodeHere | None = None
         self.after: tuple[str, int] | None = None

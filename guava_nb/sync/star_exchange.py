@@ -128,7 +128,8 @@ class StarExchange(StepExchange[Replicas]):
         bucket = self._replicas.master.layout.bucket(BUFFERS)
         rows = [task.rows for task in in_flight.machine.tasks]
         forwards = [len(shard.part_rows) or 1 for shard, _ in in_flight.shards]
-        return BufferMerge(bucket, rows, self._replicas.spec.buffers, self._counted, forwards)
+        policies = ",".join(filter(None, (self._replicas.found_policies, self._replicas.spec.buffers)))
+        return BufferMerge(bucket, rows, policies, self._counted, forwards)
 
     def _carry_out(self, in_flight: StepInFlight, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:

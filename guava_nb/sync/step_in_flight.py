@@ -100,6 +100,7 @@ class StepHead:
         solo: of the only worker, see `BatchShard`.
         batches_per_step: in a round of local steps the loader batches of each; 0: all batches are one step.
         deals: a round's steps are cut into local batches of one size, of which a faster worker takes more.
+        buffers: as of `BatchShard`.
     """
 
     run_id: str
@@ -109,6 +110,7 @@ class StepHead:
     solo: bool = False
     batches_per_step: int = 0
     deals: bool = False
+    buffers: str = ""
 
     def num_steps(self, num_batches: int) -> int:
         """Return how many optimizer steps these batches are."""
@@ -125,6 +127,7 @@ class StepHead:
         return BatchShard(
             run_id=self.run_id, generation=self.generation, step=self.step, shard=task.index, rows=task.rows,
             global_rows=global_rows, batch=NO_BATCH, solo=self.solo, want_hash=self.want_hash, source=source,
+            buffers=self.buffers,
         )  # fmt: skip
 
 

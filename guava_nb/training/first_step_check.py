@@ -27,7 +27,7 @@ from torch import Tensor
 
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.owed_answers import OwedAnswer
-from guava_nb.config.units import show_bytes
+from guava_nb.config.units import show_bytes, show_time
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.loader_wrappers import Unread
 from guava_nb.data.split import RowSplitter, share_ranges
@@ -43,6 +43,7 @@ from guava_nb.training.run import Run
 from guava_nb.training.step_check.batch_traits import BatchTraits
 from guava_nb.training.step_check.findings import OUT_OF_MEMORY, Question, Verdict, about_hooks, verdict_on
 from guava_nb.training.step_check.first_step import can_be_compared, difference, sentence_on
+from guava_nb.training.step_check.left_behind import LeftBehind
 
 __all__ = [
     "FirstStepCheck", "digest_of", "first_rows", "found_before", "has_whole_twin", "is_looked_at_whole", "is_round",
@@ -104,6 +105,10 @@ def later_checks(steps: int | None) -> int:
 
 
 _AGAIN = ". It is made again before steps 4, 8, 16, ... and where a batch has what none before it had"
+_DRAWS = (
+    "The forward draws random numbers ({}, as {} saw in {}): they come from the run's seed, the same in each run with it, and "
+    "are others than those of a loop of plain PyTorch"
+)
 #: Weights that are sent for a check, at most.
 _MOST_WEIGHTS_BYTES = 16 << 20
 
@@ -156,9 +161,8 @@ class FirstStepCheck:
         self._sizes, self._kept_together = set[int](), 0  # of batches; samples that lay in one share so far, at least
         self._step, self._news_left, self._next = -1, _MOST_NEWS, _FIRST_AGAIN
         self._answers = job.collect(StepChecked, self._is_asked)
-        self._request, self._kept = -1, dict[str, None]()
-        self._idle, self._has_told_idle, self._has_told_change = "", False, False
-        self._team: tuple[Sequence[int], int] | None = None  # with the generation of its group
+        self._policies: dict[str, str] = {}  # of buffers
+        self._request, self._behind = -1, LeftBehind(members, plan, run)
         self._has_twin = False
         self._weights: dict[str, Any] | None = None  # with which the run began, where they are sent along
 
@@ -173,8 +177,7 @@ class FirstStepCheck:
                 or could not be compared.
         """
         self._step += 1
-        self._look_for_idle(group)
-        self._look_at_team()
+        self._behind.look(group, self._step)
         batch = next((batch for batch in group if batch.rows > 1), None)
         if self._is_over or batch is None or self._splitter.problem:  # what cannot be cut is refused before it is sent
             return False
@@ -208,47 +211,6 @@ class FirstStepCheck:
         question = Question(batch, content, weights, self._splitter, self._step, text, row, is_whole=is_whole)
         self._again(question, team[0])
         return True
-
-    def _look_for_idle(self, group: Sequence[LoadedBatch]) -> None:
-        """Note where a worker gets no sample, and so misses what each forward changes; tell once."""
-        rows = max(batch.rows for batch in group)
-        replicas, team = self._members.replica_set, self._members.available()
-        shape = replicas.spec.parallel or ParallelSpec()
-        # A replica of several ranks is given its samples together.
-        weights = [weight for weight in self._plan.weights(team)[:: shape.pp * shape.tp] if weight > 0]
-        if shape.zero_stage >= 2 or shape.gather or replicas.spec.sync_batchnorm:
-            return  # there it makes a forward of some other sample, for the others wait for it
-        if weights and not self._idle and any(start == stop for start, stop in share_ranges(rows, weights)):
-            self._idle = f"step {self._step + 1} has {rows} samples for {len(weights)} workers"
-        self._tell_idle()
-
-    def _tell_idle(self) -> None:
-        if not self._kept or not self._idle or self._has_told_idle:
-            return
-        self._has_told_idle = True
-        self._members.cluster.notice(
-            f"{self._idle}: those without a sample make no forward, so {', '.join(list(self._kept)[:3])}, which each forward "
-            "changes, stays behind there, and what depends on it comes to other numbers than plain PyTorch. Leave such a batch "
-            "out (drop_last=True), or keep in a buffer (self.register_buffer) what is no parameter"
-        )
-
-    def _look_at_team(self) -> None:
-        """Tell once what workers keep in Python and do not have alike any more: some came, or did a step more than once."""
-        replicas, before = self._members.replica_set, self._team
-        ranks = list(getattr(replicas, "team", ())) or sorted(self._members.available())
-        self._team = ranks, getattr(replicas, "generation", 0)
-        # Where nothing is left of what was done, all begin with the same.
-        is_new = before is not None and self._team != before and (self._run.history or {*ranks} & {*before[0]})
-        names = list(self._kept) or [name.strip("()") for name in replicas.kept]
-        if not is_new or not names or self._has_told_change:
-            return
-        self._has_told_change = True
-        self._members.cluster.notice(
-            f"{', '.join(names[:3])}, which each forward changes outside parameters and buffers, is not alike on all workers "
-            f"from step {self._step + 1} on, since workers came or were lost: one that builds the model anew begins it anew, and "
-            "one that did another's part, or a step again, changed it twice. What depends on it comes to other numbers than "
-            "plain PyTorch: keep it in a buffer (self.register_buffer)"
-        )
 
     def _news_in(self, group: Sequence[LoadedBatch]) -> tuple[LoadedBatch, str, int] | None:
         """Look at what came; what lies at the workers, or was kept there, is not looked at here."""
@@ -312,6 +274,8 @@ class FirstStepCheck:
             self._run.check = {
                 **verdict_on(replicas.spec, question, name, rows, answer, problem, seconds).record, "known": False,
             }  # fmt: skip
+            if answer.drawn:
+                self._members.cluster.notice(_DRAWS.format(", ".join(answer.drawn), name, show_time(seconds)))
         return True
 
     def after(self, step: dict[str, Any]) -> None:
@@ -363,9 +327,14 @@ class FirstStepCheck:
         """Remember what was found; returns it. What nothing more can be found in is not asked about again."""
         record = verdict.record
         found = {name for key in _FOUND for name in record.get(key, ())}
+        found |= self._policies.keys() & record.get("buffers", ())
+        for name, way in record.get("policies", {}).items():
+            if self._policies.get(name) != way:
+                self._policies[name] = way
+                found.add(f"{name}={way}")
+        self._members.replica_set.found_policies = ",".join(f"{name}={way}" for name, way in self._policies.items())
         self._told |= found
-        self._kept |= dict.fromkeys(record.get("kept_in_python", ()))
-        self._tell_idle()
+        self._behind.note(record.get("kept_in_python", ()), record.get("moved", ()))
         self._traits.compare_with(verdict.compared)
         self._is_over = self._is_over or record["outcome"] == "not checked" or COUPLED in found
         return found
@@ -414,7 +383,12 @@ class FirstStepCheck:
                 continue
             # The shares of the whole batch are what counts, and what begins with more samples is seen in it only.
             is_more = question.is_whole and rows == first_rows(total) and question.is_cut_finer(rows)
-            if answer is not None and fits and fine and (_is_doubtful(answer) or answer.buffers or is_more):
+            if (
+                answer is not None
+                and fits
+                and fine
+                and (_is_doubtful(answer) or answer.buffers or answer.fits or is_more)
+            ):
                 earlier, rows, fine = (answer, looked), total, False
                 continue
             missing = answer is None or not fits
@@ -425,8 +399,14 @@ class FirstStepCheck:
             )
             if earlier is not None and (missing or (by_chance and earlier[0].outcome not in _FAILED)):
                 # What few samples gave holds; what becomes of buffers goes by the samples of each share.
-                buffers = earlier[0].buffers if answer is None or missing else answer.buffers
-                answer, looked, problem = msgspec.structs.replace(earlier[0], buffers=buffers), earlier[1], ""
+                last = earlier[0] if answer is None or missing else answer
+                found = msgspec.structs.replace(earlier[0], buffers=last.buffers, fits=last.fits)
+                answer, looked, problem = found, earlier[1], ""
+            if (
+                answer is not None and self._step and question.are_lone(looked)
+            ):  # a count of samples looks like one of steps
+                unsure = {name: policy for name, policy in answer.fits.items() if policy != "sum"}
+                answer = msgspec.structs.replace(answer, fits=unsure)
             seconds = time.monotonic() - started
             return verdict_on(
                 self._members.replica_set.spec, question, self._name(rank), looked, answer, problem, seconds, unseen

@@ -29,7 +29,17 @@ from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
 from guava_nb.training.plan import Logged, Position, TrainingPlan
 
-__all__ = ["GOES_ON", "build_replicas", "check_saved", "from_checkpoint", "from_last_run", "goes_on", "unfit", "unlike"]
+__all__ = [
+    "GOES_ON",
+    "SCHEDULE_GOES_ON",
+    "build_replicas",
+    "check_saved",
+    "from_checkpoint",
+    "from_last_run",
+    "goes_on",
+    "unfit",
+    "unlike",
+]
 
 # What a loaded optimizer state lacks, which torch would only find in the first step, at a worker.
 
@@ -82,6 +92,10 @@ def _lacking(found: Any, usual: Any, parameter: nn.Parameter) -> str:
 
 #: What a run begins with; what of the optimizer and what changed.
 GOES_ON = "goes on from the weights of the last run{}{}; --fresh (fresh=True) starts anew"
+#: Said after it.
+SCHEDULE_GOES_ON = (
+    ". Its schedule goes on, too, with the learning rate at which that run ended, not with that of a new optimizer"
+)
 _STATES = ("model", "buffers", "optimizer", "scheduler", "scaler", "outer")
 
 
@@ -171,7 +185,8 @@ def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, fetch: Callable[[Re
             same = False
     optimizer = "" if same else " with a new optimizer"
     since = f" ({changed} since, and its parameters are the same)" if changed else ""
-    return GOES_ON.format(optimizer, since)
+    schedule = SCHEDULE_GOES_ON if same and replica_set.spec.scheduler is not None else ""
+    return GOES_ON.format(optimizer, since) + schedule
 
 
 def check_saved(last: ReplicaSet, why: str) -> None:

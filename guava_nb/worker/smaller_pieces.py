@@ -108,4 +108,5 @@ def work_of(message: BatchShard, parts: Sequence[Any], rows: Sequence[int], num_
         message.step, message.shard, [part for part, _ in pieces], message.rows, message.global_rows,
         [count for _, count in pieces], is_cut=num_pieces > 1, axes=message.axes, part_steps=steps,
         num_steps=message.num_steps, local_batches=message.local_batches, generation=message.generation,
+        buffers=message.buffers,
     )  # fmt: skip

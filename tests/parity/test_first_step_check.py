@@ -50,6 +50,10 @@ class Planted(nn.Module):
             h = h * torch.from_numpy(np.random.rand(len(h), 1)).to(h)
         if self.trait == "counter":
             self.seen += h.detach().sum(0)
+        if self.trait == "greatest":
+            self.seen.copy_(torch.maximum(self.seen, h.detach().amax(0)))
+        if self.trait == "columns":
+            self.seen += x.shape[1] - 2
         if self.scales is not None and self.training:
             h = h * next(self.scales)
         if self.trait == "calls":  # two a forward, as of a layer that is used twice, or computed again in backward
@@ -203,7 +207,9 @@ def test_a_wrong_denominator_is_told_from_a_coupled_loss(cluster: Cluster, step:
         ("noise", None, "same", [], ["randn_like"]),
         ("dropout", "info_nce", "differs", ["coupled"], ["dropout"]),
         ("numpy", None, "same", [], ["NumPy's random"]),
-        ("counter", None, "differs", [], []),
+        ("counter", None, "same", [], []),
+        ("columns", None, "same", [], []),
+        ("greatest", None, "differs", [], []),
         ("calls", None, "same", [], []),
         ("cycle", None, "same", [], []),
         ("calls", "dice", "differs", ["coupled"], []),
@@ -214,7 +220,8 @@ def test_what_a_difference_comes_from(
 ) -> None:
     found = Session(cluster).check(step, trait=trait).result().check
     assert (found["outcome"], found["causes"], found["replaced_by_constants"]) == (outcome, causes, drawn)
-    assert found["buffers"] == (["seen"] if trait == "counter" else [])
+    assert found["buffers"] == (["seen"] if trait == "greatest" else [])
+    assert found["policies"] == {"counter": {"seen": "sum"}, "columns": {"seen": "first"}}.get(trait, {})
 
 
 def test_other_randomness_is_no_coupled_loss(cluster: Cluster) -> None:
@@ -555,6 +562,60 @@ def test_a_buffer_that_a_validation_moves_is_named(only: str, validates: bool, i
         val = loader() if validates else None
         orchestrator.start_training(loader(), val, precision="fp64", progress=False)
         assert ("Each forward changes n, in a validation too" in said(orchestrator)) is is_told
+
+
+class Counting(nn.Module):
+    """Keeps counts in buffers; each of two workers has 4 rows of 12 columns, so all of them may count samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(10, 4)
+        for name in ("rows", "columns", "large", "classes"):
+            self.register_buffer(name, torch.zeros(4 if name == "classes" else (), dtype=torch.long))
+        self.register_buffer("total", torch.zeros(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.net(x)
+        if self.training:
+            self.rows += len(x)
+            self.columns += x.shape[1] - 2
+            self.large += (x[:, 0] > 0).sum()
+            self.classes += torch.bincount(out.argmax(1), minlength=4)
+            self.total += x.detach().sum(0)
+        return out / (1 + 0.01 * self.columns)
+
+
+def counted_in_one_process(data: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = Counting().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in data:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("site", ["workers", "orchestrator"])
+def test_buffers_that_count_have_what_one_process_counts_also_in_a_run_that_checks_nothing_again(site: str) -> None:
+    data = loader(32, 8)
+    data = [(x, y) for x, y in data]
+    expected = counted_in_one_process(data)
+    options: dict[str, Any] = {
+        "precision": "fp64",
+        "progress": False,
+        "optimizer": "SGD",
+        "optimizer_args": {"lr": 0.1},
+    }
+    with direct_session(2) as orchestrator:
+        orchestrator.register_model(Counting)
+        kept = DataLoader(data, batch_size=None)
+        for known in (False, True):
+            run = orchestrator.start_training(kept, fresh=True, seed=0, optimizer_site=site, **options)
+            assert run.check is not None and run.check["known"] is known
+            assert run.check["policies"]["columns"] == "first" and run.check["outcome"] == "same"
+            assert difference(run.model(), expected) < 1e-12
+        assert "columns=first" in said(orchestrator)
 
 
 class Teacher(nn.Module):

@@ -145,6 +145,7 @@ def test_runs_in_a_row_move_no_state_and_equal_one_process(session: Orchestrator
     assert more_out == 0 and more_in + in_bytes < WEIGHTS_BYTES, "only schedules came"
     assert difference(run.model(), plain(session, 3, bool(schedule))) <= 1e-9
     assert "goes on from the weights of the last run; --fresh" in said(session)
+    assert ("Its schedule goes on, too" in said(session)) is bool(schedule)
 
 
 def test_workers_build_a_first_run_while_it_is_built_here_and_once(

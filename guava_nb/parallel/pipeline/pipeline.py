@@ -295,8 +295,8 @@ class PipelinePart(ModelPart):
         """Forget all shapes; after a batch that failed on some ranks only, call it on all of them."""
         self._schedules.forget()
 
-    def finish_gradients(self) -> Collection[str]:
-        """Complete the gradients of a step: copies of tied parameters, then replicas, are added up."""
+    def finish_gradients(self, policies: str = "") -> Collection[str]:
+        """Complete the gradients of a step: copies of tied parameters, then replicas, are added up; `policies` is not used."""
         self._tied.sum_gradients()
         self._hooks.sum_over_data(self.named)
         unlike = self._hooks.sync_buffers(self._rows)

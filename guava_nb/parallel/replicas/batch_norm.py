@@ -177,6 +177,13 @@ def taking_one_row(model: nn.Module) -> Iterator[None]:
             norm.running_mean = norm.running_var = None
 
 
+_SYNCED = "use sync_batchnorm where the mode has it (statistics over all workers' rows), "
+_FEW = (
+    "{}, and training needs 2: a worker's share of the batch, or a micro-batch, is that small, the last batch of an epoch above "
+    "all; {}drop_last=True in the DataLoader, larger batches, or fewer workers or micro-batches"
+)
+
+
 def _too_few_rows(error: ValueError, models: Sequence[nn.Module]) -> TrainingError | None:
     """Return what to say instead where a norm of theirs got one value per channel; None: the error is another one."""
     if "more than 1 value per channel" not in str(error):
@@ -188,14 +195,10 @@ def _too_few_rows(error: ValueError, models: Sequence[nn.Module]) -> TrainingErr
         # The functions of torch that raise know no layer; the frame of the layer that called them does.
         if norm is not None and "input" in frame.f_locals:
             size = list(frame.f_locals["input"].shape)
-            synced = "use sync_batchnorm where the mode has it (statistics over all workers' rows), "
-            share = "" if isinstance(norm, _Synced) else synced
-            return TrainingError(
-                f"{name!r} ({type(norm).__name__}) got one value per channel, of an input of {size}, and training needs "
-                "2: a worker's share of the batch, or a micro-batch, is that small, the last batch of an epoch above "
-                f"all; {share}drop_last=True in the DataLoader, larger batches, or fewer workers or micro-batches"
-            )
-    return None
+            what = f"{name!r} ({type(norm).__name__}) got one value per channel, of an input of {size}"
+            return TrainingError(_FEW.format(what, "" if isinstance(norm, _Synced) else _SYNCED))
+    # A function of torch without a layer, such as torch.nn.functional.batch_norm.
+    return TrainingError(_FEW.format("a function that normalises over the batch got one value per channel", ""))
 
 
 @contextmanager

@@ -7,24 +7,30 @@ whole replicas and by the ranks of a group alike:
 - batch statistics are averaged by samples, and count one step (`sync_batchnorm` makes them exact);
 - a change that is the same on all replicas did not depend on the data, and is taken as it is;
 - a change of 1 in each forward counts forwards, of which a replica may have had fewer (accumulation of small batches);
+- any other that replicas with all forwards of a step have alike, fractions that is, is theirs, and not that of one that had
+  fewer; a lone one with all forwards is believed where they had it alike before;
 - a change that counts samples (whole numbers that add up to a multiple of each replica's samples) is added up; a person is
   told where such a count does something else later, as a position that goes round its end does;
 - else whole numbers are added up, and all others averaged by samples; a person is told, because neither need be right.
 
-The option `buffers` of a run replaces the last four rules for the buffers that it names.
+The option `buffers` of a run replaces all rules but the first for the buffers that it names.
 
 Shapes: a change is flat, [N]: N elements of the buffer, twice as many where it is complex.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from guava_nb.parallel.replicas.bucketing import wire_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of Python 3.11
 
 __all__ = [
     "change_of",
@@ -42,10 +48,11 @@ __all__ = [
     "taken",
     "unused_in",
     "way_of",
+    "with_all_forwards",
 ]
 
-#: "same": any replica's. "most": the furthest of whole numbers.
-Way = Literal["same", "most", "average", "first", "sum"]
+#: "same": any replica's. "full": that of the first with all forwards. "most": the furthest of whole numbers.
+Way = Literal["same", "full", "most", "average", "first", "sum"]
 
 POLICIES = ("auto", "average", "first", "sum")
 #: Parameters without gradient of at most so many bytes in all are followed however small the rest is.
@@ -66,18 +73,26 @@ class ChangeFacts(NamedTuple):
         counts: whole numbers, none below 0, that add up to a multiple of its samples.
         is_one: all of them are 1 in each forward, as of a counter of steps.
         of_several: a forward had more than one sample, so that samples and forwards can be told apart.
+        forwards: of its own, since the last step.
     """
 
     counts: bool
     is_one: bool
     of_several: bool
+    forwards: int = 1
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Self:
+        """Return the facts from numbers `[4]`, as `facts_of` gives them."""
+        return cls(bool(numbers[0]), bool(numbers[1]), bool(numbers[2]), int(numbers[3]))
 
 
 def facts_of(change: Tensor, rows: int, forwards: int = 1) -> Tensor:
-    """Return the facts of a change `[N]` as numbers, `[3]` float64, on its device; `rows`: samples of these forwards."""
+    """Return the facts of a change `[N]` as numbers, `[4]` float64, on its device; `rows`: samples of these forwards."""
     total, wide = change.sum(dtype=torch.float64), change.double()
     counts = (total >= max(rows, 1)) & (total % max(rows, 1) == 0) & ((wide >= 0) & (wide == wide.round())).all()
-    return torch.stack([counts, (wide == forwards).all(), torch.full_like(counts, rows > forwards)]).double()
+    known = counts.new_tensor([rows > forwards, forwards], dtype=torch.float64)
+    return torch.cat([torch.stack([counts, (wide == forwards).all()]).double(), known])
 
 
 def numbers(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -218,7 +233,7 @@ def way_of(
     name: str,
     policy: str,
     whole_numbers: bool,
-    alike: bool,
+    alike: Callable[[Sequence[int]], bool],
     facts: list[ChangeFacts],
     rows: list[int],
     counted: dict[str, bool],
@@ -228,7 +243,7 @@ def way_of(
     Args:
         name, policy: of the tensor.
         whole_numbers: integers or truth values.
-        alike: all replicas changed it by the same.
+        alike: whether the replicas at these places changed it by the same.
         facts, rows: of each replica that had samples.
         counted: by name, whether a tensor counted samples where that could be told from a count of steps; added to.
     """
@@ -242,26 +257,37 @@ def way_of(
     if counts and known is not False and (known or (of_several and not is_one)):
         counted.update({name: True} if len(rows) > 1 else {})
         return "sum", False
-    if alike:
+    if alike(range(len(rows))):
         if not counts and len(rows) > 1:
             counted.setdefault(name, False)
         is_either = counts and known is None and not of_several and len(rows) > 1 and max(rows) > 1
         return "same", is_either or (whole_numbers and bool(known) and not is_one)
     if is_one and (of_several or known is False):
         return "most", False
+    full = with_all_forwards(facts)
+    if not whole_numbers and len(full) < len(rows) and alike(full):
+        return "full", len(full) == 1 and known is not False
     return ("sum" if whole_numbers else "average"), True
 
 
-def combined(way: Way, changes: list[Tensor], rows: list[int]) -> Tensor:
+def with_all_forwards(facts: Sequence[ChangeFacts]) -> list[int]:
+    """Return the places of the replicas that made as many forwards as any."""
+    most = max(one.forwards for one in facts)
+    return [place for place, one in enumerate(facts) if one.forwards == most]
+
+
+def combined(way: Way, changes: list[Tensor], rows: list[int], forwards: Sequence[int]) -> Tensor:
     """Return one change, `[N]`, of all replicas' changes, in their dtype; it shares no memory with them.
 
     Args:
         way: as `way_of` returned it.
         changes: of each replica that had samples, each `[N]`.
-        rows: samples of each of these.
+        rows, forwards: samples and forwards of each of these.
     """
     if way in ("same", "first"):
         return changes[0].clone()
+    if way == "full":
+        return changes[forwards.index(max(forwards))].clone()
     stacked = torch.stack(changes)
     if way == "sum":
         return stacked.sum(0)

@@ -25,6 +25,7 @@ from guava_nb.parallel.replicas.buffer_policy import (
     policy_of,
     taken,
     way_of,
+    with_all_forwards,
 )
 
 __all__ = ["BufferSync"]
@@ -61,6 +62,7 @@ class BufferSync:
         self._uncertain = [i for i, name in enumerate(names) if not is_statistic(name)]
         self.unlike: set[str] = set()
         self._counted: dict[str, bool] = {}
+        self._full_rank = 0  # of the step: the first replica with all forwards
         self._before: list[Tensor] = []
         self.mark()
 
@@ -77,14 +79,17 @@ class BufferSync:
         return tensor
 
     @torch.no_grad()
-    def finish(self, rows: int, forwards: int = 1) -> None:
-        """Make the tensors equal; this replica saw `rows` samples in so many forwards since the last step."""
+    def finish(self, rows: int, forwards: int = 1, policies: str = "") -> None:
+        """Make the tensors equal; this replica saw `rows` samples in so many forwards since the last step.
+
+        `policies`, the same on all ranks, are for those that the run's option leaves to us.
+        """
         if not self._owners:
             return
         changes = [change_of(before, self._live(i)) for i, before in enumerate(self._before)]
         if not rows:  # a replica without samples may hold anything, even NaN
             changes = [torch.zeros_like(change) for change in changes]
-        anywhere, all_rows, ways = self._agree(changes, rows, forwards)
+        anywhere, all_rows, ways = self._agree(changes, rows, forwards, policies)
         steps: dict[tuple[Way, torch.dtype], list[int]] = {}
         for i, way in ways.items():
             steps.setdefault((way, changes[i].dtype), []).append(i)
@@ -96,23 +101,24 @@ class BufferSync:
         self.mark()
 
     def _agree(
-        self, changes: Sequence[Tensor], rows: int, forwards: int
+        self, changes: Sequence[Tensor], rows: int, forwards: int, policies: str
     ) -> tuple[list[bool], list[int], dict[int, Way]]:
         """Return which tensors moved anywhere, each replica's rows, and what becomes of those that moved.
 
         Args:
             changes: of each tensor, `[N]`, as `change_of` gives them.
             rows, forwards: of this replica.
+            policies: as of `finish`.
 
         Raises:
             TrainingError: a new value is lost in its change, on any replica.
         """
         count, size = len(changes), self._size
         looked = len(self._uncertain)
-        facts = changes[0].new_zeros(count + size + (5 * size + 1) * looked, dtype=torch.float64)
+        facts = changes[0].new_zeros(count + size + (6 * size + 1) * looked, dtype=torch.float64)
         facts[:count] = torch.stack([(change != 0).any() for change in changes])
         facts[count + self._rank] = rows
-        table = facts[count + size : count + size + 5 * size * looked].view(-1, size, 5)
+        table = facts[count + size : count + size + 6 * size * looked].view(-1, size, 6)
         if rows and looked:
             facts[-looked:] = torch.stack(
                 [is_lost(self._before[i], self._live(i), changes[i]) for i in self._uncertain]
@@ -128,20 +134,31 @@ class BufferSync:
         busy = [rank for rank in range(size) if all_rows[rank]]
         ways: dict[int, Way] = {}
         for i in (i for i in range(count) if anywhere[i]):
-            of_ranks = table[self._uncertain.index(i)].tolist() if i in self._uncertain else [[0.0] * 5] * size
-            own = [of_ranks[rank] for rank in busy]
-            name, policy, is_whole = self._facts[i]
-            way, is_told = way_of(
-                name, policy, is_whole, all(one[:2] == own[0][:2] for one in own),
-                [ChangeFacts(*map(bool, one[2:])) for one in own], [all_rows[rank] for rank in busy], self._counted,
-            )  # fmt: skip
-            if is_told:
-                self.unlike.add(name)
+            of_ranks = table[self._uncertain.index(i)].tolist() if i in self._uncertain else [[0.0] * 6] * size
+            way = self._way_of(i, policies, [of_ranks[rank] for rank in busy], [all_rows[rank] for rank in busy], busy)
             if way != "same":
                 ways[i] = way
             elif len(busy) < size:
                 ways[i] = "first"  # who had no samples gets it from those who had
         return anywhere, all_rows, ways
+
+    def _way_of(
+        self, index: int, policies: str, numbers: list[list[float]], rows: list[int], busy: Sequence[int]
+    ) -> Way:
+        """Return what becomes of a tensor, of the digest and the facts of the `busy` replicas' changes, with their samples."""
+        name, policy, is_whole = self._facts[index]
+        policy = policy_of(policies, name) if policies and policy == "auto" else policy
+        facts = [ChangeFacts.of(one[2:]) for one in numbers]
+
+        def alike(places: Sequence[int]) -> bool:
+            return all(numbers[place][:2] == numbers[places[0]][:2] for place in places)
+
+        way, is_told = way_of(name, policy, is_whole, alike, facts, rows, self._counted)
+        if is_told:
+            self.unlike.add(name)
+        if way == "full":
+            self._full_rank = busy[with_all_forwards(facts)[0]]
+        return way
 
     def _exchange(self, way: Way, changes: Sequence[Tensor], all_rows: Sequence[int]) -> None:
         """Make of the changes here, each `[N]`, in place what those of all replicas come to.
@@ -155,8 +172,10 @@ class BufferSync:
         if way == "average":
             share = all_rows[self._rank] / max(1, sum(all_rows))
             flat = flat * share if flat.is_floating_point() else (flat.double() * share)
-        elif way == "first" and self._rank != next((rank for rank, rows in enumerate(all_rows) if rows), 0):
-            flat = torch.zeros_like(flat)
+        elif way in ("first", "full"):
+            first = next((rank for rank, rows in enumerate(all_rows) if rows), 0)
+            if self._rank != (self._full_rank if way == "full" else first):
+                flat = torch.zeros_like(flat)
         dist.all_reduce(flat, op=dist.ReduceOp.MAX if way == "most" else dist.ReduceOp.SUM, group=self._group)
         parts = flat.split([change.numel() for change in changes])  # type: ignore[no-untyped-call]
         for change, part in zip(changes, parts, strict=True):

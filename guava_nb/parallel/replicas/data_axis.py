@@ -110,8 +110,12 @@ class DataAxis:
         if self.summing:
             self.summing.end()
 
-    def finish(self, named: Mapping[str, nn.Parameter], rows: int, forwards: int) -> Collection[str]:
+    def finish(
+        self, named: Mapping[str, nn.Parameter], rows: int, forwards: int, policies: str = ""
+    ) -> Collection[str]:
         """Complete all sums of the step, of which this replica had `rows` samples in so many forwards.
+
+        `policies` are as of `BufferSync.finish`.
 
         Returns `BufferSync.unlike`. Then `apart` tells on the device whether `settle` has something to do.
         """
@@ -120,7 +124,7 @@ class DataAxis:
             self.sharded.drop_unused(named)
         if self.buffers is None:
             return ()
-        self.buffers.finish(rows, forwards)
+        self.buffers.finish(rows, forwards, policies)
         return self.buffers.unlike
 
     def settle(self) -> None:

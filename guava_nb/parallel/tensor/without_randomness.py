@@ -41,12 +41,14 @@ class WithoutRandomness(TorchFunctionMode):
 
     Attributes:
         drawn: what would have been random, by the names of torch's functions.
+        has_halves: some function gave numbers of 16 bits, as under autocast.
     """
 
     def __init__(self) -> None:
         """Nothing was drawn yet."""
         super().__init__()
         self.drawn: set[str] = set()
+        self.has_halves = False
 
     def __torch_function__(
         self,
@@ -72,6 +74,7 @@ class WithoutRandomness(TorchFunctionMode):
                 *args[:3], **{key: words[key] for key in ("lower", "upper", "input") if key in words}
             )
         result = func(*args, **words)
+        self.has_halves |= isinstance(result, Tensor) and result.dtype in (torch.bfloat16, torch.float16)
         if func in _DRAWS and isinstance(result, Tensor) and result.is_floating_point():
             self._fill(func, result, 0.5)
         elif func in _WHOLE_DRAWS:

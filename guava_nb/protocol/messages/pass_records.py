@@ -176,6 +176,7 @@ class Finding(msgspec.Struct, frozen=True, array_like=True):
         loss_difference, gradient_difference: relative ones.
         parameter: the one whose gradient differs most.
         buffers: names of buffers that the pieces would leave with other values, those of batch norms left out.
+        fits: of those that they would not under another policy of `RunSpec.buffers`, the policy by name.
         drawn: random functions that were replaced by constants.
         moved: names of buffers that a forward changes, those of batch norms left out.
         precision: in which it was computed.
@@ -207,6 +208,7 @@ class Finding(msgspec.Struct, frozen=True, array_like=True):
     written: tuple[str, ...] = ()
     written_unlike: tuple[str, ...] = ()
     gradient_norm: float = 0.0
+    fits: dict[str, str] = {}
 
 
 class StepChecked(Message, frozen=True, kw_only=True):

@@ -144,6 +144,7 @@ class BatchShard(Message, frozen=True, kw_only=True):
         num_steps: optimizer steps of the round; this worker may have no samples in some.
         local_batches: into how many local batches each step of a round is cut; `part_steps` then counts these, and the worker
             takes a local step on each.
+        buffers: `group`: policies of buffers that the one-step check found, for those that `RunSpec.buffers` leaves to us.
     """
 
     NUMBER: ClassVar[int] = 24
@@ -165,6 +166,7 @@ class BatchShard(Message, frozen=True, kw_only=True):
     part_steps: tuple[int, ...] = ()
     num_steps: int = 1
     local_batches: int = 1
+    buffers: str = ""
 
 
 class StepWithoutShard(Message, frozen=True):

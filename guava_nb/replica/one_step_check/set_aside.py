@@ -1,4 +1,4 @@
-"""What a check leaves as it was: the run's model, what names of the user's modules stand for, compiled modules."""
+"""What a check leaves as it was: the run's model, what names of the user's modules stand for, compiled modules, streams."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import random
 import sys
 import types
 from collections import deque
@@ -14,12 +15,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
+from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.spec.factories import Resolve
 from guava_nb.spec.own_code import is_own, users_function
 
-__all__ = ["CACHE", "Pulled", "copying", "names_kept", "set_aside", "uncompiled", "with_places"]
+__all__ = [
+    "CACHE", "NO_MEMORY", "Pulled", "copied", "copying", "names_kept", "places_of_streams", "set_aside", "state_of_torch",
+    "uncompiled", "whole_record", "with_places",
+]  # fmt: skip
 
 #: What a factory may note itself in.
 _CONTAINERS = (list, dict, set, deque)
@@ -33,6 +39,7 @@ _ITERATORS: tuple[type, ...] = (
 )  # fmt: skip
 #: Numbers that a tensor or an array may have in order to be put back.
 _MOST_NUMBERS = 1 << 20
+NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
 #: Modules of the user's that are looked into.
 _MOST_MODULES = 200
 
@@ -229,3 +236,34 @@ def uncompiled() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def places_of_streams() -> dict[str, Any]:
+    """Where the streams of Python and NumPy are that user code draws from without torch."""
+    numpys: Any = np.random.get_state()  # a tuple with an array, compared as bytes: to write it out takes milliseconds
+    return {"Python's random": random.getstate(), "NumPy's random": (numpys[1].tobytes(), *numpys[2:])}
+
+
+def state_of_torch(device: torch.device) -> list[bytes]:
+    """Where torch's streams of random numbers are, on the CPU and on a device."""
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return [state.numpy().tobytes() for state in states]
+
+
+def whole_record(spec: RunSpec, precision: str) -> RunSpec:
+    """The same run as one whole replica that never takes a step."""
+    return replace(
+        spec, precision=precision, parallel=None, sync_batchnorm=False, optimizer=Factory("SGD", {"lr": 0.0}),
+        scheduler=None, optimizer_site="workers", max_grad_norm=None, metrics=(), tokens=None,
+        rounds=None,
+    )  # fmt: skip
+
+
+def copied(model: nn.Module | None) -> nn.Module | None:
+    """Copy a model; None where there is none, or it cannot be copied: then it is built once more."""
+    try:
+        return copy.deepcopy(model)
+    except NO_MEMORY:
+        raise
+    except Exception:
+        return None

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
-import random
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from guava_nb.parallel.replicas.buffer_policy import followed_parameters
 from guava_nb.parallel.replicas.gather_batch import Gather
 from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
-from guava_nb.protocol.messages import Factory, Finding, RunSpec
+from guava_nb.protocol.messages import Finding, RunSpec
 from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.buffer_merge import BufferMerge
 from guava_nb.replica.model.parameter_writes import ParameterWrites
@@ -40,8 +39,20 @@ from guava_nb.replica.one_step_check.differences import (
     is_sum,
     is_unlike,
 )
+from guava_nb.replica.one_step_check.fitting_policies import unlike_buffers
 from guava_nb.replica.one_step_check.python_state import Kept, PythonState, adopt, is_alike, is_apart
-from guava_nb.replica.one_step_check.set_aside import copying, names_kept, set_aside, uncompiled, with_places
+from guava_nb.replica.one_step_check.set_aside import (
+    NO_MEMORY,
+    copied,
+    copying,
+    names_kept,
+    places_of_streams,
+    set_aside,
+    state_of_torch,
+    uncompiled,
+    whole_record,
+    with_places,
+)  # fmt: skip
 from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather, no_process_group
 from guava_nb.replica.one_step_check.taken_away import WithoutFrequencies, fixed_statistics
 from guava_nb.replica.replica import Replica
@@ -72,7 +83,6 @@ MOST_MODEL_BYTES = 2 << 30
 #: Names that are tried one by one.
 _MOST_NAMES = 8
 _USER_ERRORS = (Exception, SystemExit)
-_NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 #: Batches, each with its number of samples.
 _Pieces = Sequence[tuple[Any, int]]
@@ -103,7 +113,7 @@ def compare(
                 break
         if found.outcome == "differs" and found.precision != "fp64":
             exact = _attempt(replica, case, "fp64")
-            if exact.outcome in ("same", "differs"):
+            if exact.outcome in ("same", "differs") and exact.precision == "fp64":  # else it casts by itself
                 return exact
             rough = max(found.loss_difference, found.gradient_difference) <= ROUGH[found.precision]
             return replace(found, outcome="same", causes=()) if rough and not found.buffers else found
@@ -135,18 +145,19 @@ def _attempt(replica: BaseReplica, case: _Case, precision: str) -> Finding:
 def _try(case: _Case, precision: str, replica: BaseReplica, model: nn.Module | None) -> Finding:
     spec, device = case.spec, replica.device
     try:
-        copied = _copied(model)
-        trial = _Trial(_record(spec, precision), case.resolve, device, copied)
-        if copied is None and case.weights is not None:
+        twin = copied(model)
+        trial = _Trial(whole_record(spec, precision), case.resolve, device, twin)
+        if twin is None and case.weights is not None:
             trial.load_state(case.weights)
-        trial.go_on_from(replica, is_copy=copied is not None)
-        halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in trial.model.parameters())
+        trial.go_on_from(replica, is_copy=twin is not None)
         with trial.fixed_statistics() if spec.sync_batchnorm else contextlib.nullcontext():
-            found = replace(_look(trial, case.whole, case.pieces), precision="bf16" if halves else precision)
+            found = replace(
+                _look(trial, case.whole, case.pieces, spec.buffers), precision="bf16" if trial.has_halves else precision
+            )
         if spec.parallel is not None and spec.parallel.zero_stage >= 2:  # between two forwards, parts are written
             found = replace(found, written=trial.written_inside)
         return found
-    except _NO_MEMORY:
+    except NO_MEMORY:
         return Finding("memory", precision=precision)
     except _USER_ERRORS as error:
         return Finding("whole failed", precision=precision, problem=f"{type(error).__name__}: {error}")
@@ -155,26 +166,28 @@ def _try(case: _Case, precision: str, replica: BaseReplica, model: nn.Module | N
             torch.cuda.empty_cache()
 
 
-def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces) -> Finding:
+def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces, policies: str) -> Finding:
     one = trial.measure(whole)
+    counted: dict[str, bool] = {}
     try:
-        many = trial.measure(pieces)
-    except _NO_MEMORY:
+        many = trial.measure(pieces, counted=counted)
+    except NO_MEMORY:
         raise
     except _USER_ERRORS as error:
         return Finding("piece failed", problem=f"{type(error).__name__}: {error}")
     if not math.isfinite(one.loss):
         return Finding("whole failed", problem=f"the loss is {one.loss}")
     by_loss, by_gradient, parameter = differences(one, many)
-    buffers = tuple(name for name in one.buffers if is_unlike(one.buffers[name], many.buffers.get(name)))
-    kept, counted = trial.kept_by(one, whole, pieces[:1])
+    moved, again = trial.beside_norms(trial.moved_by(one, many)), functools.partial(trial.measure, pieces)
+    buffers, fits = unlike_buffers(one, many, moved, policies, counted, again)
+    kept, goes_on = trial.kept_by(one, whole, pieces[:1])
     unlike = tuple(name for name in kept if trial.is_unlike(name, one, pieces))
     found = Finding(
-        "same", (), (one.loss, many.loss), by_loss, by_gradient, parameter, trial.beside_norms(buffers),
-        tuple(sorted(trial.drawn | trial.unruly)), trial.beside_norms(trial.moved_by(one)), kept=kept + counted, unlike=unlike,
+        "same", (), (one.loss, many.loss), by_loss, by_gradient, parameter, buffers,
+        tuple(sorted(trial.drawn | trial.unruly)), trial.beside_norms(trial.moved_by(one)), kept=kept + goes_on, unlike=unlike,
         kept_looking=trial.moved_looking(kept, one, whole),
         compared=tuple(sorted(trial.compared)), written=trial.written, written_unlike=trial.written_unlike(one, many),
-        gradient_norm=one.gradient_norm,
+        gradient_norm=one.gradient_norm, fits=fits,
     )  # fmt: skip
     if max(by_loss, by_gradient) > CLEAN:
         return replace(found, outcome="differs", causes=_causes(trial, whole, pieces, one))
@@ -215,6 +228,7 @@ class _Trial(Replica):
         unruly: streams that random numbers were drawn from by other functions.
         compared: whole numbers that targets were compared with.
         has_backward: the user's step or loss called backward by itself.
+        has_halves: something was computed in numbers of 16 bits.
     """
 
     _keeps_graphs = True  # gathered rows go back through a piece after its loss has
@@ -222,7 +236,7 @@ class _Trial(Replica):
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device, model: nn.Module | None) -> None:
         super().__init__(spec, resolve, device, model)
         self.drawn, self.unruly, self.compared, self.has_backward = set[str](), set[str](), set[int](), False
-        self._draws = False
+        self._draws = self.has_halves = False
         # Frozen ones that a forward moves are treated as buffers.
         self._writes = ParameterWrites({name: p for name, p in self._named.items() if p.requires_grad})
         self._writes.watch(self.model)
@@ -238,11 +252,11 @@ class _Trial(Replica):
         def measure(
             model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
         ) -> Loss:
-            before, places = [p.grad is None for p in self._named.values()], _places()
-            torchs = _state_of_torch(self.device)
+            before, places = [p.grad is None for p in self._named.values()], places_of_streams()
+            torchs = state_of_torch(self.device)
             loss = objective(model, batch, rows, want_scores, observer)
-            self.unruly.update(name for name, place in _places().items() if place != places[name])
-            self._draws |= _state_of_torch(self.device) != torchs
+            self.unruly.update(name for name, place in places_of_streams().items() if place != places[name])
+            self._draws |= state_of_torch(self.device) != torchs
             self.has_backward |= any(
                 was and p.grad is not None for was, p in zip(before, self._named.values(), strict=True)
             )
@@ -264,7 +278,14 @@ class _Trial(Replica):
         self._state = PythonState(with_places(self.model), self.user_code)
 
     def measure(
-        self, pieces: _Pieces, seed: int = 0, stale: Set[str] = frozenset(), keep: bool = False, apart: bool = True
+        self,
+        pieces: _Pieces,
+        seed: int = 0,
+        stale: Set[str] = frozenset(),
+        keep: bool = False,
+        apart: bool = True,
+        policies: str = "",
+        counted: dict[str, bool] | None = None,
     ) -> Measured:
         """Return loss, gradients and buffers after a step of these pieces; every piece draws the same random numbers.
 
@@ -276,11 +297,16 @@ class _Trial(Replica):
             stale: what is kept in Python under these names begins as the measurement before left it, which was told to `keep`.
             keep: let what is kept in Python stay as this measurement leaves it.
             apart: each piece begins with what was kept at first, as on a worker of its own.
+            policies: of buffers; "": the run's.
+            counted: as of `BufferMerge`; None: nothing was found so far.
         """
         rows = sum(count for _, count in pieces)
         loss_sum = count = 0.0
         bucket = self.layout.buffers
-        merge = None if bucket is None else BufferMerge(bucket, [part for _, part in pieces], self._spec.buffers, {})
+        merge = None
+        if bucket is not None:
+            counted = {} if counted is None else counted
+            merge = BufferMerge(bucket, [part for _, part in pieces], policies or self._spec.buffers, counted)
         left, written = [], []
         gradients: dict[str, Tensor] = {}
         try:
@@ -302,9 +328,7 @@ class _Trial(Replica):
                         merge.add(number, changes, present)
                 self._gathered.finish()
             self._move_gradients(gradients)
-            self.drawn |= still.drawn
-            if self._draws and not self.drawn:  # by a function that is not known here
-                self.unruly.add("torch's random numbers")
+            self._note_draws(still)
             if merge is not None and bucket is not None:
                 self._buffers.adopt(*merge.result(bucket.present_bytes))
             buffers = {name: value.clone() for name, value in self._buffers.committed().items()}
@@ -317,6 +341,12 @@ class _Trial(Replica):
         scale = rows / count if count else 1.0
         loss = loss_sum / count if count else math.nan
         return Measured(loss, {n: g * scale for n, g in gradients.items()}, buffers, left, written, count)
+
+    def _note_draws(self, still: WithoutRandomness) -> None:
+        self.drawn |= still.drawn
+        self.has_halves |= still.has_halves
+        if self._draws and not self.drawn:  # by a function that is not known here
+            self.unruly.add("torch's random numbers")
 
     def _note_streams(self, now: Mapping[str, Kept]) -> None:
         streams = self._state.streams()
@@ -426,11 +456,12 @@ class _Trial(Replica):
         whole, rough = one.left[-1].get(name, {}), ROUGH["fp32"]
         return not (all(is_alike(whole, kept, rough) for kept in left) or is_apart(whole, left, rough))
 
-    def moved_by(self, one: Measured) -> tuple[str, ...]:
-        """Return the names of buffers that a measurement changed."""
+    def moved_by(self, *some: Measured) -> tuple[str, ...]:
+        """Return the names of buffers that some measurement changed."""
         return tuple(
-            n for n, value in self._first.items() if n in one.buffers and not torch.equal(one.buffers[n], value)
-        )
+            name for name, value in self._first.items()
+            if any(name in one.buffers and not torch.equal(one.buffers[name], value) for one in some)
+        )  # fmt: skip
 
     def _followed(self) -> list[tuple[str, Tensor]]:
         return [*self.model.named_buffers(), *followed_parameters(self.model)]
@@ -465,36 +496,3 @@ class _Trial(Replica):
         """Leave the buffers of batch norms out."""
         owners = {name for name, module in self.model.named_modules() if isinstance(module, _BatchNorm)}
         return tuple(name for name in names if name.rpartition(".")[0] not in owners)
-
-
-# --------------------------------------------------------------------------------------------------------- surroundings
-
-
-def _record(spec: RunSpec, precision: str) -> RunSpec:
-    """The same run as one whole replica that never takes a step."""
-    return replace(
-        spec, precision=precision, parallel=None, sync_batchnorm=False, optimizer=Factory("SGD", {"lr": 0.0}),
-        scheduler=None, optimizer_site="workers", max_grad_norm=None, metrics=(), tokens=None,
-        rounds=None,
-    )  # fmt: skip
-
-
-def _copied(model: nn.Module | None) -> nn.Module | None:
-    """Copy a model; None where there is none, or it cannot be copied: then it is built once more."""
-    try:
-        return copy.deepcopy(model)
-    except _NO_MEMORY:
-        raise
-    except Exception:
-        return None
-
-
-def _places() -> dict[str, Any]:
-    """Where the streams of Python and NumPy are that user code draws from without torch."""
-    numpys: Any = np.random.get_state()  # a tuple with an array, compared as bytes: to write it out takes milliseconds
-    return {"Python's random": random.getstate(), "NumPy's random": (numpys[1].tobytes(), *numpys[2:])}
-
-
-def _state_of_torch(device: torch.device) -> list[bytes]:
-    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    return [state.numpy().tobytes() for state in states]

@@ -5,12 +5,14 @@ Knows findings and batches; sends nothing.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from msgspec.structs import replace
 from torch import nn
 
 from guava_nb.config.units import show_time
@@ -93,6 +95,10 @@ class Question:
         )  # fmt: skip
         return record, buffers
 
+    def are_lone(self, rows: int) -> bool:
+        """Whether each worker gets one of so many samples, or none."""
+        return all(stop - start == 1 for start, stop in self._in_shares(rows))
+
     def is_cut_finer(self, rows: int) -> bool:
         """Whether pieces of two samples say less than the shares of all would: there are more, or these part other samples."""
         begins = ({start for start, _ in ranges} for ranges in (self._in_shares(rows), self._in_pairs(rows)))
@@ -174,6 +180,11 @@ def verdict_on(
         unseen: why the whole batch was not looked at.
     """
     total = question.batch.rows
+    if (
+        answer is not None and answer.fits and spec.parallel is not None and spec.parallel.pp > 1
+    ):  # stages keep their own rules
+        buffers = (*answer.buffers, *answer.fits)
+        answer = replace(answer, buffers=buffers, fits={}, outcome=answer.outcome.replace("same", "differs"))
     record: dict[str, Any] = {"worker": name, "samples": rows, "batch_samples": total, "seconds": seconds}
     if (
         answer is None
@@ -189,6 +200,7 @@ def verdict_on(
         "parameter": answer.parameter, "buffers": list(answer.buffers), "replaced_by_constants": list(answer.drawn),
         "precision": answer.precision, "kept_in_python": list(answer.kept),
         "unlike_in_python": list(answer.unlike or _looked(question, answer)), "written": list(answer.written),
+        "moved": list(answer.moved), "policies": dict(answer.fits),
         "gradient_norm": answer.gradient_norm, "run_precision": spec.precision, "wire": spec.wire,
     }  # fmt: skip
     some = f"{rows} samples" if rows == total else f"{rows} of the {total} samples"
@@ -199,9 +211,9 @@ def verdict_on(
     if answer.outcome == "same" and not runs_often and not _looked(question, answer):
         drawn = f", apart from {', '.join(answer.drawn)}, whose draws depend on the shares" if answer.drawn else ""
         few = f". Not all of the batch was looked at ({unseen}), so what begins with more samples was not seen"
-        equal = f"loss and gradient are equal{drawn}{few if unseen else ''}"
+        equal = f"loss and gradient are equal{drawn}{''.join(_about_fits(answer, '; '))}{few if unseen else ''}"
         return Verdict(record, f"{begin}: {equal}", True, answer.compared)
-    failed = answer.outcome == "piece failed"
+    failed = answer.outcome == "piece failed" or (rows == total and not math.isfinite(answer.loss[1]))
     return Verdict(record, f"{begin}: {'. '.join(_findings(spec, question, answer))}", False, answer.compared, failed)
 
 
@@ -231,13 +243,9 @@ def _why_not(name: str, rows: int, answer: Finding | None) -> str:
 
 def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[str]:
     """Say what differs, why, and what to do, one sentence for each cause."""
-    if answer.outcome == "piece failed":
-        yield (
-            f"a piece cannot be computed without the rest of the batch ({answer.problem}){_whole_parts(question)}. Where parts "
-            "refer to positions in the batch, give a function that cuts it (split_fn), or make a list with one entry per sample"
-        )
-        if guess := question.splitter.reading.guess:
-            yield guess
+    pipeline = _is_pipeline(spec)
+    if answer.outcome == "piece failed" or not math.isfinite(answer.loss[1]):
+        yield from _about_failed(question, answer, _TOGETHER_IN_STAGES if pipeline else _ON_ONE)
         return
     measured = (
         f"the loss is {answer.loss[0]:.6g} whole and {answer.loss[1]:.6g} cut, the gradient differs by "
@@ -245,7 +253,6 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
     )
     if answer.causes:
         yield measured
-    pipeline = _is_pipeline(spec)
     if BATCH_STATISTICS in answer.causes:
         cure = "use GroupNorm or LayerNorm" if pipeline else (
             "set_mode(..., sync_batchnorm=True) (%guava_mode --sync-batchnorm on) lets them see all samples"
@@ -269,6 +276,26 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
         yield from _about_coupling(question, together, () if pipeline else answer.moved)
     yield from _about_python(spec, question, answer)
     yield from _about_buffers(spec, answer)
+    yield from (one[0].upper() + one[1:] for one in _about_fits(answer))
+
+
+def _about_failed(question: Question, answer: Finding, together: str) -> Iterator[str]:
+    """Say why a piece has no loss, or one that is no number."""
+    if answer.outcome != "piece failed":
+        yield (
+            f"the loss is {answer.loss[0]:.6g} whole and {answer.loss[1]} cut: some piece has too few samples for what model or "
+            "loss computes over them, such as a standard deviation of one sample or a mean of none. Give larger batches "
+            f"(drop_last=True, if it is the last one), fewer workers or micro-batches, or {together}"
+        )
+    elif "got one value per channel" in answer.problem:
+        yield f"a piece cannot be computed: {answer.problem.partition(': ')[2]}"
+    else:
+        yield (
+            f"a piece cannot be computed without the rest of the batch ({answer.problem}){_whole_parts(question)}. Where parts "
+            "refer to positions in the batch, give a function that cuts it (split_fn), or make a list with one entry per sample"
+        )
+        if guess := question.splitter.reading.guess:
+            yield guess
 
 
 def _about_writes(spec: RunSpec, answer: Finding) -> str:
@@ -306,6 +333,15 @@ def _about_buffers(spec: RunSpec, answer: Finding) -> Iterator[str]:
             f"Buffers {', '.join(answer.buffers[:3])} would have other values than after the whole batch: what workers change in "
             "them is averaged, or added up where it counts samples. Where each changes them by the whole batch (gather_batch), "
             f"take one worker's change: buffers='{answer.buffers[0]}=first' (--buffers)"
+        )
+
+
+def _about_fits(answer: Finding, before: str = "") -> Iterator[str]:
+    if answer.fits:
+        policies = ", ".join(f"{name}={policy}" for name, policy in [*answer.fits.items()][:3])
+        yield (
+            f"{before}buffers come to what the whole batch makes of them by {policies}, so this run takes that, as buffers= "
+            "(--buffers) would"
         )
 
 

@@ -29,6 +29,12 @@ def rows(n=22, size=4):
     return lambda: batches(draw(n, 5), labels(3, n), size=size)
 
 
+def short_first():
+    """Batches of 1 and 4 samples by turns."""
+    x, y = draw(20, 5), labels(3, 20)
+    return [(x[i : i + n], y[i : i + n]) for i, n in ((0, 1), (1, 4), (5, 1), (6, 4), (10, 1), (11, 4))]
+
+
 def ignored_rows():
     y = labels(3, 22)
     y[::3] = -100
@@ -150,6 +156,25 @@ class Average(Mlp):
                 for k, p in enumerate(self.net.parameters()):
                     getattr(self, f"ema{k}").lerp_(p, 0.1)
         return self.net(x)
+
+
+class Counting(Mlp):
+    """Counts in buffers: columns, which its outputs go by, positives, classes, and sums of the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in (("columns", ()), ("positives", ()), ("classes", (3,))):
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.long))
+        self.register_buffer("sums", torch.zeros(5))
+
+    def forward(self, x):
+        out = self.net(x)
+        if self.training:
+            self.columns += x.shape[1] - 1
+            self.positives += (x[:, 0] > 0).sum()
+            self.classes += torch.bincount(out.argmax(1), minlength=3)
+            self.sums += x.detach().sum(0)
+        return out / (1 + 0.01 * self.columns)
 
 
 class Annealed(Mlp):
@@ -364,6 +389,7 @@ def bag_step(model, batch):
 CLIP = {"options": {"max_grad_norm": 0.3}}
 TWO, THREE = ({"options": {"accumulation_steps": count}} for count in (2, 3))
 TWO_CLIPPED, THREE_CLIPPED = ({"options": {"accumulation_steps": count, "max_grad_norm": 0.3}} for count in (2, 3))
+COUNTED_IN_STAGES = {"pipeline": "to cut the model into stages"}
 AVERAGED = {"tensor": "is read outside its layer", "pipeline": "switches gradients or autocast"}
 SYNCED = {"relay": "sync_batchnorm", "site": "sync_batchnorm", "pipeline": "statistics"}
 COUNTED = {"told": {"*": ACCUMULATED}}  # by targets, and not by samples
@@ -403,6 +429,9 @@ PROGRAMS = [
             refused=AVERAGED),
     Program(name="met: average in buffers, accumulated", model=Average, data=rows(), criterion=CE, **THREE,
             refused=AVERAGED),
+    Program(name="met: counts in buffers", model=Counting, data=rows(24), criterion=CE, refused=COUNTED_IN_STAGES),
+    Program(name="met: annealed by a buffer, a short batch first", model=Annealed, data=short_first, step=annealed, **TWO,
+            told={"*": "is behind there for the later batches of that step"}),
     Program(name="met: annealed by a buffer, accumulated", model=Annealed, data=rows(), step=annealed, **TWO),
     Program(name="met: annealed by a buffer, few samples", model=Annealed, data=rows(12, 2), step=annealed, **TWO),
     Program(name="met: annealed by a buffer", model=Annealed, data=rows(), step=annealed, **CLIP, epochs=3),
@@ -412,8 +441,10 @@ PROGRAMS = [
     Program(name="met: rows by how often a batch has them", model=Frequent, data=lambda: batches(labels(V, 22, T), labels(3,
             22), size=4),
             criterion=CE, told={"*": COUPLED}),
-    Program(name="met: whitened by the batch", model=Whitened, data=rows(24, 6), criterion=CE, told={"*": COUPLED}),
-    Program(name="met: functional batch norm", model=Ranked, data=rows(24, 6), criterion=CE, told={"*": COUPLED}),
+    Program(name="met: whitened by the batch", model=Whitened, data=rows(24, 6), criterion=CE, told={"*": COUPLED},
+            refused={"pipeline": "has too few samples for what model or loss computes over them"}),
+    Program(name="met: functional batch norm", model=Ranked, data=rows(24, 6), criterion=CE, told={"*": COUPLED},
+            refused={"pipeline": "a function that normalises over the batch got one value per channel"}),
     Program(name="met: a layer used three times, one unused", model=Sliced, data=rows(), criterion=CE, **TWO_CLIPPED,
             scheduler="ExponentialLR", scheduler_args={"gamma": 0.9}, **ADAM),
     Program(name="met: gru both ways, clipped", model=Gru, data=lambda: batches(draw(22, 6, 4), labels(3, 22), size=4),
@@ -437,7 +468,8 @@ PROGRAMS = [
             "lr_decay": 0.1},
             scheduler="MultiStepLR", scheduler_args={"milestones": [1, 2]}, epochs=3,
             options={**TWO["options"], "scheduler_interval": "epoch"}),
-    Program(name="met: rprop, ragged", **NET, optimizer="Rprop", optimizer_args={"lr": 0.01}),
+    Program(name="met: rprop, ragged", **NET, optimizer="Rprop", optimizer_args={"lr": 0.01},
+            refused={"zero 3": "cannot step on parameters"}),
     Program(name="met: averaged sgd", **NET, optimizer="ASGD", optimizer_args={"lr": 0.05, "t0": 2}, **CLIP),
     Program(name="met: adafactor", **NET, optimizer="Adafactor", optimizer_args={"lr": 0.05}, **CLIP,
             refused={"tensor": "looks at whole parameters", "zero 3": "cannot step on parameters"}),

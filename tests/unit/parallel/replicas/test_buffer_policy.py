@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,15 +33,17 @@ def merged(
     """What becomes of changes, and whether a person is told."""
     tensors = [torch.tensor(change) for change in changes]
     facts = [
-        ChangeFacts(*map(bool, facts_of(*one).tolist()))
-        for one in zip(tensors, rows, forwards or [1] * len(rows), strict=True)
+        ChangeFacts.of(facts_of(*one).tolist()) for one in zip(tensors, rows, forwards or [1] * len(rows), strict=True)
     ]
-    alike = all(torch.equal(tensors[0], one) for one in tensors)
+
+    def alike(places: Sequence[int]) -> bool:
+        return all(torch.equal(tensors[places[0]], tensors[place]) for place in places)
+
     way, is_told = way_of(
         name, policy, not tensors[0].is_floating_point(), alike, facts, rows, {} if counted is None else counted
     )
     wide = [change.double() for change in tensors]
-    return combined(way, wide, rows).tolist(), is_told
+    return combined(way, wide, rows, forwards or [1] * len(rows)).tolist(), is_told
 
 
 @pytest.mark.parametrize(
@@ -153,6 +156,30 @@ def test_counters_of_several_batches_in_one_step(
     assert found == ([becomes], is_told)
 
 
+@pytest.mark.parametrize(
+    ("changes", "forwards", "known", "becomes", "is_told"),
+    [
+        (
+            [0.19, 0.271, 0.271],
+            [2, 3, 3],
+            None,
+            0.271,
+            False,
+        ),  # a moving average of the weights: one had no sample of a batch
+        ([0.271, 0.19], [3, 2], False, 0.271, False),  # a lone one, of what was alike before
+        ([0.19, 0.271], [2, 3], None, 0.271, True),  # it may as well go by the samples
+        ([0.2, 0.3, 0.4], [2, 3, 3], False, 0.3, True),  # it does
+        ([0.2, 0.4], [3, 3], False, 0.3, True),
+    ],
+)
+def test_a_replica_with_fewer_forwards_takes_what_the_others_have(
+    changes: list[float], forwards: list[int], known: bool | None, becomes: float, is_told: bool
+) -> None:
+    counted = {} if known is None else {"x": known}
+    found, told = merged([[one] for one in changes], [4] * len(changes), counted=counted, forwards=forwards)
+    assert (found, told) == ([pytest.approx(becomes)], is_told)
+
+
 def test_parameters_without_gradient_are_followed_where_a_copy_is_small() -> None:
     def names(net: nn.Module) -> list[str]:
         return [name for name, _ in followed_parameters(net)]
@@ -166,9 +193,9 @@ def test_no_change_counts_nothing() -> None:
     def told(change: Tensor) -> list[float]:
         return facts_of(change, 3).tolist()
 
-    assert told(torch.zeros(2)) == [0.0, 0.0, 1.0]
-    assert told(torch.ones(3)) == [1.0, 1.0, 1.0]
-    assert told(torch.tensor([1.5, 1.5])) == [0.0, 0.0, 1.0]
+    assert told(torch.zeros(2)) == [0.0, 0.0, 1.0, 1.0]
+    assert told(torch.ones(3)) == [1.0, 1.0, 1.0, 1.0]
+    assert told(torch.tensor([1.5, 1.5])) == [0.0, 0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -197,7 +224,7 @@ def test_what_was_infinite_may_become_nothing(first: float, way: Any, dtype: tor
     """The least value of images is 0; beside it stands one that no shard saw."""
     before = torch.tensor([first, first, first, 2.0], dtype=dtype)
     after = torch.tensor([0.0, first, 0.5, 0.0], dtype=dtype)
-    change = combined(way, [change_of(before, after)] * 3, [3, 3, 2])
+    change = combined(way, [change_of(before, after)] * 3, [3, 3, 2], [1, 1, 1])
     times = 3 if way == "sum" else 1
     expected = torch.tensor([0.0, first, 0.5 * times, 2.0 - 2.0 * times], dtype=dtype)
     assert torch.allclose(taken(before, change), expected, equal_nan=True)

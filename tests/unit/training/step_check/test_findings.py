@@ -112,3 +112,30 @@ def test_modules_with_hooks_of_the_user_are_named():
     assert about_hooks(model) == ""
     model.register_forward_hook(lambda module, args, output: None)
     assert about_hooks(model).startswith("The hooks on Linear are called by each worker with its own samples")
+
+
+def verdict(spec, finding):
+    return verdict_on(spec, asked(), "w1", 8, finding, "", 0.1)
+
+
+def test_a_piece_without_a_loss_refuses_the_run_with_its_cause():
+    nothing = verdict(STAGED, Finding("differs", causes=("coupled",), loss=(1.5, float("nan"))))
+    assert (
+        nothing.is_refused and "the loss is 1.5 whole and nan cut: some piece has too few samples" in nothing.sentence
+    )
+    assert "couples" not in nothing.sentence
+    few = verdict(
+        SPEC, Finding("piece failed", problem="TrainingError: 'norm' (BatchNorm1d) got one value per channel, ...")
+    )
+    assert few.is_refused and "a piece cannot be computed: 'norm' (BatchNorm1d) got" in few.sentence
+    assert "split_fn" not in few.sentence
+
+
+def test_a_policy_that_the_run_takes_is_said_and_no_difference():
+    taken = verdict(SPEC, Finding("same", fits={"n": "first", "total": "sum"}))
+    assert taken.is_clean and taken.record["policies"] == {"n": "first", "total": "sum"}
+    assert "by n=first, total=sum, so this run takes that" in taken.sentence
+    beside = verdict(SPEC, Finding("differs", buffers=("largest",), fits={"n": "first"}))
+    assert not beside.is_clean and "Buffers largest" in beside.sentence and "by n=first" in beside.sentence
+    staged = verdict(STAGED, Finding("same", moved=("n",), fits={"n": "first"}))
+    assert not staged.is_clean and staged.record["policies"] == {} and staged.record["buffers"] == ["n"]
