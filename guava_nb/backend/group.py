@@ -20,7 +20,7 @@ from guava_nb.backend.collectives import Place, Prepared
 from guava_nb.backend.endpoint import Endpoint
 from guava_nb.backend.group_member import GroupMember
 from guava_nb.backend.staging import runner_for
-from guava_nb.backend.work import GuavaWork, JointWork
+from guava_nb.backend.work import GuavaWork, JointWork, profiled, untraced
 from guava_nb.errors import CollectiveError, CollectiveTimeout, GroupBroken
 from guava_nb.hub.typed_reduce import dtype_name
 
@@ -35,6 +35,7 @@ __all__ = ["GuavaGroup"]
 AllGather = Callable[[list[list[torch.Tensor]], list[torch.Tensor]], Work]
 
 
+@untraced
 class _Done(JointWork):
     """Work that is over, with its outputs."""
 
@@ -112,6 +113,7 @@ _NAME_OF_OP = {
 _KEPT_WORKS, _KEPT_BYTES = 256, 4096
 
 
+@untraced
 class GuavaGroup(dist.ProcessGroup):
     """A process group whose members reach each other only through a hub.
 
@@ -225,7 +227,8 @@ class GuavaGroup(dist.ProcessGroup):
     def _start(self, prepared: Prepared) -> Work:
         operation = prepared.operation
         self._endpoint.watch(operation.deadline)
-        self._circle.start(operation, runner_for(prepared.reads))
+        with profiled(operation.what):
+            self._circle.start(operation, runner_for(prepared.reads))
         return self._work(prepared)
 
     def _work(self, prepared: Prepared) -> Work:
@@ -399,7 +402,8 @@ class GuavaGroup(dist.ProcessGroup):
         self._endpoint.watch(prepared.operation.deadline)
         part = prepared.operation.parts[0]
         run = runner_for(prepared.reads)
-        self._circle.send(prepared.operation, part, dtype_name(tensor.dtype), tag, run)
+        with profiled(prepared.operation.what):
+            self._circle.send(prepared.operation, part, dtype_name(tensor.dtype), tag, run)
         return self._work(prepared)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
@@ -414,7 +418,8 @@ class GuavaGroup(dist.ProcessGroup):
     def _receive(self, tensors: list[torch.Tensor], source: int, tag: int, who: str) -> Work:
         prepared, slot = collectives.receive(self._place(), tensors[0], who, tag)
         self._endpoint.watch(prepared.operation.deadline)
-        self._circle.receive(prepared.operation, source, tag, slot)
+        with profiled(prepared.operation.what):
+            self._circle.receive(prepared.operation, source, tag, slot)
         return self._work(prepared)
 
     def _check_peer(self, what: str, rank: int) -> None:
