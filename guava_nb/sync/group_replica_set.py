@@ -230,6 +230,19 @@ class GroupReplicaSet(ReplicaSet):
         self._relay, self._findings = job.cluster.relay, job.cluster.findings
         job.on(GroupFormed, self._on_formed)
         job.on_group_failure = lambda rank, message: self.note_break(job, rank, message)
+        job.without = lambda rank: self._without(job, rank)
+
+    def _without(self, job: Job, rank: int) -> str:
+        """Say with whom a new group is formed where a member's process is ended; "" where it is no member."""
+        others, here = job.ready - {rank}, self.mesh.data
+        if rank not in self.team:
+            return ""
+        if len(others) < self.least:
+            return "the run then waits for a worker to join, and goes on by itself"
+        left = self._mesh_of(len(self.pick(others))).data
+        return "the others then go on " + (
+            f"with {left} of {here} replicas" if left < here else "with another worker in its place"
+        )
 
     def _on_formed(self, rank: int, message: GroupFormed, payload: memoryview) -> None:
         if message.run_id == self.run_id and message.generation == self.generation and rank in self.team:
