@@ -6,6 +6,7 @@ libraries and programs call is here; how bytes travel is `collectives` and `grou
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -143,6 +144,7 @@ class GuavaGroup(dist.ProcessGroup):
         self._over = False
         self._torch_name, self._description = name, "undefined"
         self._splits = 0
+        self._names_told = False
 
     # ---------------------------------------------------------------------------------------------------- who we are
 
@@ -227,17 +229,31 @@ class GuavaGroup(dist.ProcessGroup):
     def _start(self, prepared: Prepared) -> Work:
         operation = prepared.operation
         self._endpoint.watch(operation.deadline)
-        with profiled(operation.what):
+        with profiled(operation.call):
             self._circle.start(operation, runner_for(prepared.reads))
         return self._work(prepared)
 
     def _work(self, prepared: Prepared) -> Work:
+        if not self._names_told:
+            self._tell_names(dist.get_backend_config(self))
         work = GuavaWork(self._circle, prepared.operation, prepared.outputs, prepared.writes)
         if sum(staged.data.nbytes for staged in prepared.writes) <= _KEPT_BYTES:
             self._kept.append(work)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _tell_names(self, config: str) -> None:
+        """Warn where a program named other backends for other devices: torch keeps a group that is written in Python alone."""
+        named = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
+        self._names_told = bool(named)  # torch notes them after the group was made
+        if others := {device: name for device, name in named.items() if name != "guava"}:
+            name = next(iter(others.values()))
+            warnings.warn(
+                f"this group was asked for as {config!r}, and torch gives it to guava: tensors on {' and '.join(others)} go "
+                f"through the hub, too. Where all ranks reach each other, dist.new_group(backend={name!r}) makes one for them",
+                stacklevel=4,
+            )
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
@@ -402,7 +418,7 @@ class GuavaGroup(dist.ProcessGroup):
         self._endpoint.watch(prepared.operation.deadline)
         part = prepared.operation.parts[0]
         run = runner_for(prepared.reads)
-        with profiled(prepared.operation.what):
+        with profiled(prepared.operation.call):
             self._circle.send(prepared.operation, part, dtype_name(tensor.dtype), tag, run)
         return self._work(prepared)
 
@@ -418,7 +434,7 @@ class GuavaGroup(dist.ProcessGroup):
     def _receive(self, tensors: list[torch.Tensor], source: int, tag: int, who: str) -> Work:
         prepared, slot = collectives.receive(self._place(), tensors[0], who, tag)
         self._endpoint.watch(prepared.operation.deadline)
-        with profiled(prepared.operation.what):
+        with profiled(prepared.operation.call):
             self._circle.receive(prepared.operation, source, tag, slot)
         return self._work(prepared)
 

@@ -76,7 +76,7 @@ class GuavaWork(Work):
             CollectiveTimeout: some ranks did not come in time; it names them.
             CollectiveError: the ranks called different things.
         """
-        with profiled(f"{self._operation.what} wait"):
+        with profiled(f"{self._operation.call} wait"):
             self._wait(timeout.total_seconds() if timeout else 0.0)
         self._raise()
         self.synchronize()

@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -306,6 +307,31 @@ def group_s_backend(here: Here) -> None:
     for device in group._device_types:
         assert group._get_backend(device) is not None
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=30))
+
+
+def profiled(here: Here) -> None:
+    """torch's profiler shows the collectives, by the backend's name."""
+    tensor = torch.ones(4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+    names = {event.key for event in seen.key_averages()}
+    assert {f"{here.backend}:all_reduce", f"{here.backend}:broadcast"} <= names
+
+
+def named_backends(here: Here) -> None:
+    """Another backend for another device is not taken, since torch keeps a group that is written in Python alone."""
+    group = dist.group.WORLD
+    for config, told in (("cpu:gloo,cuda:guava", True), ("cpu:guava,cuda:guava", False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            group._tell_names(config)
+        texts = [str(one.message) for one in caught]
+        assert len(texts) == told and all("tensors on cpu go through the hub, too" in text for text in texts)
+    mine = dist.new_group(backend="gloo")
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=mine)
+    assert torch.equal(tensor, torch.full((2,), float(here.size)))
 
 
 def resized(here: Here) -> None:
