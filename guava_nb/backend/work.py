@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import Work
 from torch.autograd.profiler import record_function
 
@@ -43,7 +44,7 @@ def untraced(kind: _Kind) -> _Kind:
 
 def profiled(what: str) -> AbstractContextManager[object]:
     """Show the block in torch's profiler as `guava:` and this name; costs nothing where none looks on."""
-    return record_function(f"guava:{what}") if torch.autograd._profiler_enabled() else _NOT_SHOWN  # type: ignore[no-untyped-call]
+    return record_function(f"guava:{what}") if _profiler_enabled() else _NOT_SHOWN
 
 
 _NOT_SHOWN = nullcontext()

@@ -99,12 +99,14 @@ class Job:
         """
         self._handlers[record] = cast(Handler, handler)
 
-    def collect(self, record: type[_Record], ours: Callable[[_Record], bool]) -> dict[int, _Record]:
-        """Return a dict that fills with the members' answers of this type, by rank; `ours` tells those that were asked for."""
+    def collect(
+        self, record: type[_Record], ours: Callable[[_Record], bool], asked: Callable[[int], bool] = lambda rank: True
+    ) -> dict[int, _Record]:
+        """Return a dict that fills with the answers of this type that are `ours`, of members that were `asked`, by rank."""
         answers: dict[int, _Record] = {}
 
         def take(rank: int, message: _Record, payload: memoryview) -> None:
-            if ours(message):
+            if asked(rank) and ours(message):
                 answers[rank] = message
 
         self.on(record, take)

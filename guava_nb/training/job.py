@@ -342,8 +342,7 @@ class TrainingJob(Job):
             if method is None:
                 continue
             who = f"{type(callback).__name__}.{hook}"
-            wants_end = self._handed_out.call(who, partial(method, self.run, record), is_often=hook == "on_step")
-            if wants_end:
+            if self._handed_out.call(who, partial(method, self.run, record), is_often=hook == "on_step"):
                 self._stop_once(f"{who} asked to stop")
         if hook == "on_epoch":
             self._handed_out.look("Code of this process")
