@@ -6,6 +6,7 @@ libraries and programs call is here; how bytes travel is `collectives` and `grou
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ from guava_nb.backend.collectives import Place, Prepared
 from guava_nb.backend.endpoint import Endpoint
 from guava_nb.backend.group_member import GroupMember
 from guava_nb.backend.staging import runner_for
-from guava_nb.backend.work import GuavaWork, JointWork
+from guava_nb.backend.work import GuavaWork, JointWork, profiled, untraced
 from guava_nb.errors import CollectiveError, CollectiveTimeout, GroupBroken
 from guava_nb.hub.typed_reduce import dtype_name
 
@@ -35,6 +36,7 @@ __all__ = ["GuavaGroup"]
 AllGather = Callable[[list[list[torch.Tensor]], list[torch.Tensor]], Work]
 
 
+@untraced
 class _Done(JointWork):
     """Work that is over, with its outputs."""
 
@@ -112,6 +114,7 @@ _NAME_OF_OP = {
 _KEPT_WORKS, _KEPT_BYTES = 256, 4096
 
 
+@untraced
 class GuavaGroup(dist.ProcessGroup):
     """A process group whose members reach each other only through a hub.
 
@@ -141,6 +144,7 @@ class GuavaGroup(dist.ProcessGroup):
         self._over = False
         self._torch_name, self._description = name, "undefined"
         self._splits = 0
+        self._names_told = False
 
     # ---------------------------------------------------------------------------------------------------- who we are
 
@@ -225,16 +229,31 @@ class GuavaGroup(dist.ProcessGroup):
     def _start(self, prepared: Prepared) -> Work:
         operation = prepared.operation
         self._endpoint.watch(operation.deadline)
-        self._circle.start(operation, runner_for(prepared.reads))
+        with profiled(operation.call):
+            self._circle.start(operation, runner_for(prepared.reads))
         return self._work(prepared)
 
     def _work(self, prepared: Prepared) -> Work:
+        if not self._names_told:
+            self._tell_names(dist.get_backend_config(self))
         work = GuavaWork(self._circle, prepared.operation, prepared.outputs, prepared.writes)
         if sum(staged.data.nbytes for staged in prepared.writes) <= _KEPT_BYTES:
             self._kept.append(work)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _tell_names(self, config: str) -> None:
+        """Warn where a program named other backends for other devices: torch keeps a group that is written in Python alone."""
+        named = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
+        self._names_told = bool(named)  # torch notes them after the group was made
+        if others := {device: name for device, name in named.items() if name != "guava"}:
+            name = next(iter(others.values()))
+            warnings.warn(
+                f"this group was asked for as {config!r}, and torch gives it to guava: tensors on {' and '.join(others)} go "
+                f"through the hub, too. Where all ranks reach each other, dist.new_group(backend={name!r}) makes one for them",
+                stacklevel=4,
+            )
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
@@ -399,7 +418,8 @@ class GuavaGroup(dist.ProcessGroup):
         self._endpoint.watch(prepared.operation.deadline)
         part = prepared.operation.parts[0]
         run = runner_for(prepared.reads)
-        self._circle.send(prepared.operation, part, dtype_name(tensor.dtype), tag, run)
+        with profiled(prepared.operation.call):
+            self._circle.send(prepared.operation, part, dtype_name(tensor.dtype), tag, run)
         return self._work(prepared)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
@@ -414,7 +434,8 @@ class GuavaGroup(dist.ProcessGroup):
     def _receive(self, tensors: list[torch.Tensor], source: int, tag: int, who: str) -> Work:
         prepared, slot = collectives.receive(self._place(), tensors[0], who, tag)
         self._endpoint.watch(prepared.operation.deadline)
-        self._circle.receive(prepared.operation, source, tag, slot)
+        with profiled(prepared.operation.call):
+            self._circle.receive(prepared.operation, source, tag, slot)
         return self._work(prepared)
 
     def _check_peer(self, what: str, rank: int) -> None:

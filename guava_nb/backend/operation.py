@@ -122,6 +122,11 @@ class Operation:
         self._open_slots = len(self.slots)
         self.deadline = time.monotonic() + self.timeout_s
 
+    @property
+    def call(self) -> str:
+        """Name of torch's call."""
+        return self.spec.kind if self.spec is not None else "send" if self.parts else "recv"
+
     # --------------------------------------------------------------------- called with the group's lock held
 
     def add_slot(self, source: int, slot: Slot) -> None:

@@ -5,22 +5,52 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
+from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import Work
+from torch.autograd.profiler import record_function
 
 from guava_nb.backend.group_member import GroupMember, called_back
 from guava_nb.backend.operation import Operation
 from guava_nb.backend.staging import Staged
 from guava_nb.errors import CollectiveTimeout, GuavaError
 
-__all__ = ["GuavaWork", "JointWork"]
+__all__ = ["GuavaWork", "JointWork", "profiled", "untraced"]
 
 _AFTER_EXPIRY_S = 30.0
+_Kind = TypeVar("_Kind", bound=type)
 
 
+def untraced(kind: _Kind) -> _Kind:
+    """Keep `torch.compile` out of a class's methods, and of what they call.
+
+    torch's C++ calls them while a compiled program runs (DDP does, between two steps), and would then compile the sockets' code.
+    The decorator of torch for this loads the compiler; the mark in C that is set here does not. A torch without it is left alone.
+    """
+    marks = torch._C._dynamo.eval_frame
+    if not hasattr(marks, "set_code_exec_strategy"):
+        return kind
+    skip = marks._FrameExecStrategy(marks._FrameAction.SKIP, marks._FrameAction.SKIP)
+    for method in vars(kind).values():
+        if isinstance(method, FunctionType):
+            marks.set_code_exec_strategy(method.__code__, skip)
+    return kind
+
+
+def profiled(what: str) -> AbstractContextManager[object]:
+    """Show the block in torch's profiler as `guava:` and this name; costs nothing where none looks on."""
+    return record_function(f"guava:{what}") if _profiler_enabled() else _NOT_SHOWN
+
+
+_NOT_SHOWN = nullcontext()
+
+
+@untraced
 class GuavaWork(Work):
     """One operation as torch sees it.
 
@@ -47,15 +77,18 @@ class GuavaWork(Work):
             CollectiveTimeout: some ranks did not come in time; it names them.
             CollectiveError: the ranks called different things.
         """
-        seconds = timeout.total_seconds() if timeout else 0.0
+        with profiled(f"{self._operation.call} wait"):
+            self._wait(timeout.total_seconds() if timeout else 0.0)
+        self._raise()
+        self.synchronize()
+        return True
+
+    def _wait(self, seconds: float) -> None:
         operation = self._operation
         if not operation.wait(seconds if seconds > 0 else None):
             self._circle.expire(operation, seconds)
             if not operation.wait(_AFTER_EXPIRY_S):
                 raise CollectiveTimeout(f"waited {seconds:g} s for {operation.what} in group {self._circle.name!r}")
-        self._raise()
-        self.synchronize()
-        return True
 
     def _raise(self) -> None:
         error = self._operation.error
@@ -113,6 +146,7 @@ class GuavaWork(Work):
         return self._outputs
 
 
+@untraced
 class JointWork(Work):
     """Several works as one."""
 

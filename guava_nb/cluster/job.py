@@ -50,6 +50,7 @@ class Job:
         slow: those of them that are connected and did not answer in time: others do their work until they do.
         on_slow: a member that is connected did not answer in time; others go on without it.
         spares: says whether a job goes on without a member that is slow.
+        without: says what comes of ending that member's process, where a job does not go on without it; "" where that is unknown.
         run_id: the run whose replicas this job works with; set, like those that follow, by its replica set.
         forget: a member does not hold the run any more.
         was_asked: says whether the last order of a member to build the run was of this generation.
@@ -70,6 +71,7 @@ class Job:
         self.suspects: set[int] = set()
         self.slow: dict[int, float] = {}  # since when
         self.spares: Callable[[int], bool] = lambda rank: False
+        self.without: Callable[[int], str] = lambda rank: ""
         self.on_slow: Callable[[int], None] = lambda rank: None
         self.interrupts = 0
         self.leaving: set[int] = set()
@@ -97,12 +99,14 @@ class Job:
         """
         self._handlers[record] = cast(Handler, handler)
 
-    def collect(self, record: type[_Record], ours: Callable[[_Record], bool]) -> dict[int, _Record]:
-        """Return a dict that fills with the members' answers of this type, by rank; `ours` tells those that were asked for."""
+    def collect(
+        self, record: type[_Record], ours: Callable[[_Record], bool], asked: Callable[[int], bool] = lambda rank: True
+    ) -> dict[int, _Record]:
+        """Return a dict that fills with the answers of this type that are `ours`, of members that were `asked`, by rank."""
         answers: dict[int, _Record] = {}
 
         def take(rank: int, message: _Record, payload: memoryview) -> None:
-            if ours(message):
+            if asked(rank) and ours(message):
                 answers[rank] = message
 
         self.on(record, take)
@@ -175,6 +179,8 @@ class Job:
             seen = self.cluster.vitals.text(answer.rank, now)
             seen = f" ({seen})" if seen else ""
             then = f"; after {limit_s:.0f} s the others go on without it" if spared else ""
+            if not spared and (outcome := self.without(answer.rank)):
+                then = f"; if it hangs, end its process: {outcome}"
             waited_s = waits.waited_s(answer, now)
             self.cluster.notice(f"waits for {name(answer.rank)} since {waited_s:.0f} s: {answer.what}{seen}{then}")
         for answer in late:

@@ -28,7 +28,7 @@ from guava_nb.sync.group_exchange import GroupExchange
 from guava_nb.sync.rank_assignment import FORM_TIMEOUT_S, group_name, group_orders, machines_for, side_by_side
 from guava_nb.sync.replica_set import Given, GroupLost, ReplicaSet
 
-__all__ = ["GroupReplicaSet"]
+__all__ = ["GroupReplicaSet", "outcome_without"]
 
 #: How long a member may be away before its group is given up: the others are blocked meanwhile.
 AWAY_LIMIT_S = 8.0
@@ -230,6 +230,7 @@ class GroupReplicaSet(ReplicaSet):
         self._relay, self._findings = job.cluster.relay, job.cluster.findings
         job.on(GroupFormed, self._on_formed)
         job.on_group_failure = lambda rank, message: self.note_break(job, rank, message)
+        job.without = lambda rank: outcome_without(self, job, rank)
 
     def _on_formed(self, rank: int, message: GroupFormed, payload: memoryview) -> None:
         if message.run_id == self.run_id and message.generation == self.generation and rank in self.team:
@@ -447,6 +448,19 @@ class GroupReplicaSet(ReplicaSet):
                 except WorkerLost:
                     return False
         return False
+
+
+def outcome_without(replicas: GroupReplicaSet, job: Job, rank: int) -> str:
+    """Say with whom a new group is formed where a member's process is ended; "" where it is no member."""
+    others, here = job.ready - {rank}, replicas.mesh.data
+    if rank not in replicas.team:
+        return ""
+    if len(others) < replicas.least:
+        return "the run then waits for a worker to join, and goes on by itself"
+    left = replicas._mesh_of(len(replicas.pick(others))).data
+    return "the others then go on " + (
+        f"with {left} of {here} replicas" if left < here else "with another worker in its place"
+    )
 
 
 def _together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -160,9 +160,9 @@ class FirstStepCheck:
         self._traits, self._told = BatchTraits(), set[str]()
         self._sizes, self._kept_together = set[int](), 0  # of batches; samples that lay in one share so far, at least
         self._step, self._news_left, self._next = -1, _MOST_NEWS, _FIRST_AGAIN
-        self._answers = job.collect(StepChecked, self._is_asked)
+        self._answers = job.collect(StepChecked, self._is_asked, lambda rank: rank == self._asked)
         self._policies: dict[str, str] = {}  # of buffers
-        self._request, self._behind = -1, LeftBehind(members, plan, run)
+        self._request, self._asked, self._behind = -1, -1, LeftBehind(members, plan, run)
         self._has_twin = False
         self._weights: dict[str, Any] | None = None  # with which the run began, where they are sent along
 
@@ -422,7 +422,7 @@ class FirstStepCheck:
             Its answer; without one, why there is none; and about how many samples it was asked.
         """
         replicas, cluster = self._members.replica_set, self._members.cluster
-        self._request = replicas.next_request()
+        self._request, self._asked = replicas.next_request(), rank
         self._answers.clear()
         message, buffers = question.message(replicas.run_id, self._request, rows, fine, self._weights)
         sent_bytes = sum(buffer.nbytes for buffer in buffers)

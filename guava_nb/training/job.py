@@ -358,8 +358,7 @@ class TrainingJob(Job):
             try:
                 self._fetch_in_time()
             except GroupLost:
-                self.membership.formed = False  # so that no look at the group ends this
-                if not self.replica_set.rescue(self):
+                if not self._recovery.rescue():
                     self._recovery.go_back()
         except (StopRequested, NobodyLeft, WorkerLost) as error:
             if any(rank in self.replica_set.at for rank in self.ready | self.suspects):
@@ -386,8 +385,9 @@ class TrainingJob(Job):
         try:
             if self.membership.formed:
                 self.membership.fetch()
-        except (NobodyLeft, WorkerLost, GroupLost):  # what the last snapshot holds is left
-            self._recovery.go_back()
+        except (NobodyLeft, WorkerLost, GroupLost) as error:
+            if not (isinstance(error, GroupLost) and self._recovery.rescued()):
+                self._recovery.go_back()  # what the last snapshot holds is left
         except StopRequested:
             return self._spent(budget, saved)
         if self.replica_set.step >= 0:

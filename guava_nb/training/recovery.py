@@ -189,7 +189,7 @@ class Recovery:
         if at_workers and self._held_before():
             self.accounting.take_back()
             return
-        if at_workers and replica_set.elastic and replica_set.spec.parallel is not None and self._rescued():
+        if at_workers and replica_set.spec.parallel is not None and self.rescued():
             return
         self.go_back(tell=False)
         self.membership.cluster.notice(
@@ -198,13 +198,18 @@ class Recovery:
             + (f". {self.run.approximate}" if self.run.approximate else "")
         )
 
-    def _rescued(self) -> bool:
-        """Take the last step's state from a member that could apply it, where each has all of it; returns whether it is here."""
+    def rescued(self) -> bool:
+        """Take the last step's state from a replica that could apply it and is whole, if one is left; returns whether it came."""
         self.job.interrupts = 0
         try:
-            return self._replica_set.rescue(self.job)
-        except (StopRequested, NobodyLeft, GroupLost):
+            return self.rescue()
+        except (StopRequested, NobodyLeft):
             return False
+
+    def rescue(self) -> bool:
+        """Take the last committed step's state from members of a group that is over; returns whether all of it was left."""
+        self.membership.formed = False  # that a member is gone is known, and unwinds no more what asks the others
+        return self._replica_set.rescue(self.job)
 
     def _held_before(self) -> bool:
         """Whether the members have the state before the last committed step, or can go back to it."""
@@ -249,7 +254,7 @@ class Recovery:
         self.window.abort(reason, hear_all=True)
         snapshot = self.accounting.snapshot
         is_newer = self._replica_set.step > snapshot.step or bool(snapshot.kept.loss)
-        if is_newer and self._replica_set.rescue(self.job):
+        if is_newer and self.rescue():
             self.accounting.keep(self._replica_set.master.state())
         self._replica_set.disband()
 

@@ -29,6 +29,7 @@ BOTH = [
     "futures",
     "futures_that_call",
     "group_s_backend",
+    "profiled",
     "resized",
     "power_sgd",
     "uneven_inputs",
@@ -46,6 +47,7 @@ OURS = [
     "store_operations",
     "different_sizes",
     "no_such_root",
+    "named_backends",
 ]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
+from guava_nb import Orchestrator
 from guava_nb.errors import JoinRefused, LinkBroken, LinkClosed
 from guava_nb.link import listener
 from guava_nb.link.dialler import IDENTITY_BYTES, dial, visit
@@ -41,6 +43,14 @@ from tests.support.links import (
     sizes,
     world,
 )
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "plain"])
@@ -251,6 +261,17 @@ def test_localhost_on_both_families(host: str) -> None:
     for session in sessions:
         session.close()
     made.close()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+def test_a_session_at_an_ipv6_address_is_reached_by_its_code_and_by_the_other_family() -> None:
+    with Orchestrator(tunnel="direct:[::1]") as orch:
+        code = orch.join_code
+        assert code.host == "::1"
+        for host in ("::1", "127.0.0.1"):
+            session = dial(code.with_address(host, code.port, "tls"), Recorder(), QUICK)
+            assert session.state == "open"
+            session.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

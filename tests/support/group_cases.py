@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -308,6 +309,31 @@ def group_s_backend(here: Here) -> None:
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=30))
 
 
+def profiled(here: Here) -> None:
+    """torch's profiler shows the collectives, by the backend's name."""
+    tensor = torch.ones(4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+    names = {event.key for event in seen.key_averages()}
+    assert {f"{here.backend}:all_reduce", f"{here.backend}:broadcast"} <= names
+
+
+def named_backends(here: Here) -> None:
+    """Another backend for another device is not taken, since torch keeps a group that is written in Python alone."""
+    group = dist.group.WORLD
+    for config, told in (("cpu:gloo,cuda:guava", True), ("cpu:guava,cuda:guava", False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            group._tell_names(config)
+        texts = [str(one.message) for one in caught]
+        assert len(texts) == told and all("tensors on cpu go through the hub, too" in text for text in texts)
+    mine = dist.new_group(backend="gloo")
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=mine)
+    assert torch.equal(tensor, torch.full((2,), float(here.size)))
+
+
 def resized(here: Here) -> None:
     """Storages stay as they were: FSDP frees and takes memory by resizing them."""
     tensor = torch.full((8,), 1.0)
@@ -393,10 +419,18 @@ def uneven_inputs(here: Here) -> None:
     assert torch.equal(model.module.weight.grad, torch.full((1, 2), float(steps), dtype=torch.float64))
 
 
+def _meet(here: Here, name: str) -> None:
+    """Wait until all ranks are here: what a case loads first takes a busy machine longer than a collective waits."""
+    (here.folder / f"{here.backend}-{name}-{here.rank}").touch()
+    while len(list(here.folder.glob(f"{here.backend}-{name}-*"))) < here.size:
+        time.sleep(0.005)
+
+
 def fully_sharded_flat(here: Here) -> None:
     """FSDP1, which resizes storages."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
+    _meet(here, "flat")
     model = FullyShardedDataParallel(_net(), device_id=torch.device("cpu"))
     _train_spread(here, model, 3, 12)
     with FullyShardedDataParallel.summon_full_params(model):

@@ -353,11 +353,13 @@ class Attempt:
         self._file("go").touch()
         if self._striker.is_alive():
             self._striker.join(10)
-        for worker in self.bench.workers:
+        spoilt = self.name if self._file("fired").exists() else ""
+        for worker in list(self.bench.workers):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGCONT)
-            if worker is self.victim and self.cell.fault in (*REPLACED, "context death"):
-                worker.handle.kill()
+            if worker.name == spoilt and self.cell.fault in (*REPLACED, "context death"):
+                self.bench.workers.remove(worker)  # so that the next cell waits until its seat is given up, too
+                self.bench._end(worker)
 
     # ------------------------------------------------------------------------------------------------- the other side's part
 

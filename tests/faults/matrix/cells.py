@@ -33,6 +33,11 @@ class Mode:
     direct: bool = False
 
     @property
+    def copied(self) -> bool:
+        """What one member holds of the state, another one holds, too."""
+        return self.workers > 1 and (self.elastic or self.name == "hybrid")
+
+    @property
     def spares(self) -> bool:
         """Whether others can do the work of a worker that hangs."""
         return self.elastic and not self.direct and self.workers > 1
@@ -166,7 +171,7 @@ def expected(mode: str, phase: str, fault: str) -> Expected:
         return Expected()  # the shard is cut into smaller pieces
     if (phase, fault) == ("checkpoint", "full disk"):
         return Expected(told=cause)  # of a callback: a run is worth more than one of its checkpoints
-    if fault == "context death" and (mode == "lone" or not MODES[mode].elastic) and phase not in _NOTHING_LOST:
+    if fault == "context death" and not MODES[mode].copied and phase not in _NOTHING_LOST:
         return Expected(cause, _SNAPSHOT, names_step=True)  # its process had the only copy of what it held
     if phase == "optimizer":
         return Expected(cause, _steps_held(mode, fault), names_step=True)
@@ -178,8 +183,8 @@ def expected(mode: str, phase: str, fault: str) -> Expected:
 
 def _steps_held(mode: str, fault: str) -> int:
     """Return the steps that count where one worker could not apply the last one."""
-    if mode in ("data", "site") or (mode == "direct" and fault == "out of memory"):
-        return STEP + 1  # the others have applied it
+    if mode in ("data", "site") or (mode in ("direct", "hybrid") and fault in ("out of memory", "context death")):
+        return STEP + 1  # the others have applied it, and it cannot be undone everywhere
     if fault != "out of memory" or mode == "lone":
         return STEP  # the others take it back, where there are any
     return _SNAPSHOT  # torch's own optimizers keep no copy

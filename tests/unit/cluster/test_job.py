@@ -7,6 +7,7 @@ import pytest
 
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.job_events import FromWorker
+from guava_nb.cluster.owed_answers import OwedAnswer
 from guava_nb.errors import RemoteError, RemoteProtocolError
 from guava_nb.protocol.messages import Failure, FailureKind, Leave
 
@@ -59,3 +60,22 @@ def test_what_cannot_be_used_ends_its_senders_session_and_not_the_job(job: Any) 
         (2, "a Leave that cannot be used: it has no sense"),
         (1, "a Leave that cannot be used: it has no sense"),
     ]
+
+
+@pytest.mark.parametrize(("outcome", "end"), [
+    ("", "it computes"), ("the others then go on", "it computes; if it hangs, end its process: the others then go on"),
+])  # fmt: skip
+def test_where_no_other_can_do_its_work_a_person_is_told_what_can_be_done(job: Any, outcome: str, end: str) -> None:
+    told: list[str] = []
+    answer, job.ready, job.without = OwedAnswer(1, "shard", 0, "it computes"), {1}, lambda rank: outcome
+    job.cluster = SimpleNamespace(
+        name=lambda rank: f"w{rank}", notice=told.append, vitals=SimpleNamespace(text=lambda rank, now: ""),
+        seats=SimpleNamespace(silent_s=lambda rank: 0.0), silence_s=15.0,
+    )  # fmt: skip
+    job._waits = SimpleNamespace(
+        look=lambda owed, now: (list(owed), []), limit_s=lambda answer: 30.0, waited_s=lambda answer, now: 20.0
+    )
+    job.watch(lambda: [answer])
+    job._looked = 0.0
+    job._look_at_waits()
+    assert told == [f"waits for w1 since 20 s: {end}"]

@@ -23,7 +23,7 @@ from guava_nb.protocol.messages import (
     StepApplied,
     Tree,
 )
-from guava_nb.sync.group_replica_set import GroupReplicaSet
+from guava_nb.sync.group_replica_set import GroupReplicaSet, outcome_without
 from guava_nb.sync.replica_set import GroupLost, ReplicaSet
 from tests.support.explorer.orchestrator import replica_set_for, spec_for
 
@@ -105,6 +105,19 @@ def test_a_mesh_takes_in_whole_replicas_up_to_its_size(job: Any) -> None:
     replicas.team = tuple(range(6))
     assert replicas.newcomers(set(), set(range(9))) == [], "the mesh is whole"
     assert replicas._holders_with(3) == (2, 3), "each replica holds the whole state"
+
+
+def test_who_waits_for_a_member_of_a_group_is_told_what_its_end_would_come_to(job: Any) -> None:
+    replicas = replica_set_for(spec_for("group", "workers", 2), 4, 1, None)
+    assert isinstance(replicas, GroupReplicaSet)
+    replicas._shape, replicas._span, replicas.elastic = ParallelSpec(mode="hybrid", dp=2, tp=2), 2, False
+    replicas.team, replicas.least, job.ready = (0, 1, 2, 3), 2, {0, 1, 2, 3}
+    assert outcome_without(replicas, job, 1) == "the others then go on with 1 of 2 replicas"
+    job.ready = {0, 1, 2, 3, 4}
+    assert outcome_without(replicas, job, 1) == "the others then go on with another worker in its place"
+    assert outcome_without(replicas, job, 4) == "", "it is no member"
+    replicas.least, job.ready = 4, {0, 1, 2, 3}  # with ZeRO
+    assert outcome_without(replicas, job, 1) == "the run then waits for a worker to join, and goes on by itself"
 
 
 def test_what_a_worker_built_before_fails_for_itself(replicas: ReplicaSet) -> None:
