@@ -37,6 +37,7 @@ from guava_nb.orchestrator.past_runs import PastRuns
 from guava_nb.orchestrator.pipeline_advice import PipelineAdvice
 from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.run_builder import RunBuilder
+from guava_nb.orchestrator.run_check import RunCheck
 from guava_nb.processes.interrupts import interrupts_remembered
 from guava_nb.protocol.messages import Factory
 from guava_nb.replica.model.wrappers import is_compiled, unwrapped
@@ -70,7 +71,7 @@ def _sentences_on(config: DistributedConfig) -> Iterator[str]:
         )
 
 
-class Orchestrator(Generating, SessionHost):
+class Orchestrator(RunCheck, Generating, SessionHost):
     """One training session on the side that has the data. A context manager.
 
     Args:

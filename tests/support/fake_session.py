@@ -110,6 +110,7 @@ class FakeOrchestrator:
     coming: list[str] = field(default_factory=list)
     newcomers: list[str] = field(default_factory=list)
     too_few: bool = False
+    refused: GuavaError | None = None  # by the look at a run before workers are waited for
     goes_on: bool = False
     tunnel: str = ""
     tunnel_note: str = ""
@@ -196,6 +197,10 @@ class FakeOrchestrator:
 
     def register_model(self, model: Any, args: dict[str, Any] | None = None) -> None:
         self.calls.append(("model", (model, args)))
+
+    def check_training(self, train_loader: Any, **options: Any) -> None:
+        if self.refused is not None:
+            raise self.refused
 
     def forecast(self, **options: Any) -> Forecast:
         self.calls.append(("forecast", options))
