@@ -138,7 +138,7 @@ class GuavaMagics(Magics):
                 "%%guava_px stands with two percent signs on the first line of a cell, and runs what is below it: there is "
                 "nothing here"
             )
-        return self.session.code.run(args, cell)
+        return self.objects.cut_short(self.session.code.run(args, cell))
 
     @line_cell_magic
     @_command(commands.RUN)
@@ -158,7 +158,7 @@ class GuavaMagics(Magics):
         """Bring variables from the workers; returns the value."""
         told, value = self.session.code.pull(args)
         say(told)
-        return value
+        return self.objects.cut_short(value)
 
     @line_magic
     @_command(commands.PIP)
@@ -298,6 +298,7 @@ class GuavaMagics(Magics):
     def tell_end(self, result: Any = None) -> None:
         """After each cell: say how a run that no cell shows has ended, and why every cell that needs torch fails."""
         self.session.runs.tell_end()
+        self.objects.end_cell()
         if result is None or result.success or not result.info.store_history:  # a shared cell runs within another one
             return
         if (problem := half_loaded_text()) and str(result.error_in_exec) != problem:

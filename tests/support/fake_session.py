@@ -110,6 +110,7 @@ class FakeOrchestrator:
     coming: list[str] = field(default_factory=list)
     newcomers: list[str] = field(default_factory=list)
     too_few: bool = False
+    log_folder: Path | None = Path("/tmp/lines")
     refused: GuavaError | None = None  # by the look at a run before workers are waited for
     goes_on: bool = False
     tunnel: str = ""
@@ -230,7 +231,7 @@ class FakeOrchestrator:
         self.calls.append(("run_code", (text, on, cell)))
         self.waiting()
         for name in on or self.here:
-            on_output(name, ["printed there"])
+            on_output(name, self.printed.get(name, ["printed there"]))
         return dict.fromkeys(on or self.here, self.results)
 
     def run_program(self, text: str, *arguments: str, on_output: Any, on_wait: Any, **settings: Any) -> None:
