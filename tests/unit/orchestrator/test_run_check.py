@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb import Orchestrator, WorkerData
-from guava_nb.errors import GuavaError
+from guava_nb.errors import ConfigError, GuavaError
 
 CELL = """
 import torch
@@ -105,3 +105,9 @@ def test_an_iterator_is_left_alone(session: Orchestrator, tmp_path: Path) -> Non
     batches = iter([(torch.zeros(2, 3), torch.zeros(2))])
     session.check_training(batches, model="Net", criterion="loss", checkpoint_dir=tmp_path)
     assert len(list(batches)) == 1
+
+
+def test_a_misspelt_step_of_a_prediction_is_told_here(session: Orchestrator) -> None:
+    session._open_cluster = lambda: None  # type: ignore[method-assign,assignment,return-value]  # nothing is asked of it
+    with pytest.raises(ConfigError, match=r"predict_step 'viewss' cannot be found: .*did you mean 'views'"):
+        session.predict(ROWS, predict_step="viewss")
