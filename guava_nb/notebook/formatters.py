@@ -35,7 +35,7 @@ def _of_run(run: Any) -> View:
     return (summary_view if run.done else run_view)(run.status())
 
 
-#: Characters that a value which came from workers shows of itself: a notebook is stored with them.
+#: Characters that the value of a magic shows of itself: a notebook is stored with them.
 _MOST_CHARS = 20_000
 #: What is as long as what is in it; all else cuts its own text.
 _LONG = (str, bytes, bytearray, dict, list, tuple, set, frozenset)
@@ -89,10 +89,11 @@ class ObjectViews:
         self._shown = (thing, self._shell.execution_count)
 
     def cut_short(self, value: Any) -> Any:
-        """Return a value that came from workers; where it becomes this cell's value and its text is long, that is cut.
+        """Return what a magic returns; where it becomes its cell's value and its text is long, that is cut.
 
         What is shown says so, and where the whole is. In later cells the user asks for it, and it is shown as any other.
         """
+        self.end_cell()
         if type(value) in _LONG and (text := _cut_text(value)) is not None:
             whole = f"Out[{cell_number(self._shell)}] has the whole value"
             shown = f"{text}\n[cut here after {_MOST_CHARS} characters; {whole}]"
@@ -136,6 +137,8 @@ class ObjectViews:
 
 def _cut_text(value: Any) -> str | None:
     """The beginning of what a notebook would show of a value; None where that is short."""
+    if isinstance(value, str | bytes | bytearray):
+        value = value[: _MOST_CHARS + 1]  # its whole text would take its memory once more
     shown = _Shown()
     printer = RepresentationPrinter(shown, max_seq_length=1000)
     try:

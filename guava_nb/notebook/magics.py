@@ -54,8 +54,10 @@ def _command(command: Command) -> Callable[[Callable[..., Any]], Callable[..., A
                 if args is None:
                     return say(command.help())
                 if self.background.takes(command.name, args):
-                    return self.background.magic(self, command.name, args, cell)
-                return method(self, args) if cell is None else method(self, args, cell)
+                    value = self.background.magic(self, command.name, args, cell)
+                else:
+                    value = method(self, args) if cell is None else method(self, args, cell)
+                return self.objects.cut_short(value)
             except Interrupted:
                 raise  # it has its sentence
             except KeyboardInterrupt:
@@ -138,7 +140,7 @@ class GuavaMagics(Magics):
                 "%%guava_px stands with two percent signs on the first line of a cell, and runs what is below it: there is "
                 "nothing here"
             )
-        return self.objects.cut_short(self.session.code.run(args, cell))
+        return self.session.code.run(args, cell)
 
     @line_cell_magic
     @_command(commands.RUN)
@@ -158,7 +160,7 @@ class GuavaMagics(Magics):
         """Bring variables from the workers; returns the value."""
         told, value = self.session.code.pull(args)
         say(told)
-        return self.objects.cut_short(value)
+        return value
 
     @line_magic
     @_command(commands.PIP)
