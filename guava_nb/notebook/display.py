@@ -20,7 +20,7 @@ from guava_nb.notebook.line_words import near
 from guava_nb.notebook.settings import UI_NAMES, settings_of
 from guava_nb.render import View, redact, to_html, to_text
 
-__all__ = ["UI_NAMES", "ask_hidden", "can_ask", "choose_ui", "say", "show", "show_bundle", "show_png"]
+__all__ = ["UI_NAMES", "ask_hidden", "can_ask", "cell_number", "choose_ui", "say", "show", "show_bundle", "show_png"]
 
 
 def choose_ui(shell: object, environ: Mapping[str, str] = os.environ, stdout: object | None = None) -> str:
@@ -46,6 +46,11 @@ def can_ask(shell: object) -> bool:
     if kernel is not None:
         return bool(getattr(kernel, "_allow_stdin", True))  # not where a program runs the notebook
     return sys.stdin is not None and sys.stdin.isatty()
+
+
+def cell_number(shell: Any) -> int:
+    """The number of the cell that runs, as in Out[5]: newer versions of IPython count on before a cell runs."""
+    return int(shell.displayhook.prompt_count)
 
 
 def ask_hidden(question: str, shell: object) -> str:

@@ -5,9 +5,13 @@ They lie below `render` in the house, so they cannot draw themselves; naming the
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
+from IPython.lib.pretty import RepresentationPrinter
+
+from guava_nb.notebook.display import cell_number
 from guava_nb.render import (
     View,
     energy_view,
@@ -29,6 +33,26 @@ _FORECAST = ("guava_nb.forecast.forecast", "Forecast")
 
 def _of_run(run: Any) -> View:
     return (summary_view if run.done else run_view)(run.status())
+
+
+#: Characters that the value of a magic shows of itself: a notebook is stored with them.
+_MOST_CHARS = 20_000
+#: What is as long as what is in it; all else cuts its own text.
+_LONG = (str, bytes, bytearray, dict, list, tuple, set, frozenset)
+
+
+class _Full(Exception):
+    """There is more text than is shown."""
+
+
+class _Shown(io.StringIO):
+    """The first characters of a text."""
+
+    def write(self, text: str) -> int:
+        super().write(text[: max(0, _MOST_CHARS - self.tell())])
+        if self.tell() >= _MOST_CHARS:
+            raise _Full
+        return len(text)
 
 
 _VIEWS: dict[tuple[str, str], Callable[[Any], View]] = {
@@ -53,6 +77,7 @@ class ObjectViews:
         """Register them."""
         self._shell = shell
         self._shown: tuple[Any, int] = (None, -1)
+        self._cut = 0  # of which value the text is cut, by its id; 0 is of none
         formatters = shell.display_formatter.formatters
         for name, view in _VIEWS.items():
             formatters["text/html"].for_type_by_name(*name, self._drawn(view))
@@ -62,6 +87,28 @@ class ObjectViews:
     def shown(self, thing: Any) -> None:
         """Note that this cell has shown it."""
         self._shown = (thing, self._shell.execution_count)
+
+    def cut_short(self, value: Any) -> Any:
+        """Return what a magic returns; where it becomes its cell's value and its text is long, that is cut.
+
+        What is shown says so, and where the whole is. In later cells the user asks for it, and it is shown as any other.
+        """
+        self.end_cell()
+        if type(value) in _LONG and (text := _cut_text(value)) is not None:
+            whole = f"Out[{cell_number(self._shell)}] has the whole value"
+            shown = f"{text}\n[cut here after {_MOST_CHARS} characters; {whole}]"
+            self._printers[id(value)] = lambda thing, printer, cycle: printer.text(shown)
+            self._cut = id(value)
+        return value
+
+    def end_cell(self) -> None:
+        """The cell is over, and its value was shown if it has one."""
+        self._printers.pop(self._cut, None)
+
+    @property
+    def _printers(self) -> dict[int, Any]:
+        found: dict[int, Any] = self._shell.display_formatter.formatters["text/plain"].singleton_printers
+        return found
 
     def forget(self) -> None:
         """Take the formatters away again."""
@@ -86,3 +133,19 @@ class ObjectViews:
             return None if self._is_shown(thing) else to_html(view(thing))
 
         return draw
+
+
+def _cut_text(value: Any) -> str | None:
+    """The beginning of what a notebook would show of a value; None where that is short."""
+    if isinstance(value, str | bytes | bytearray):
+        value = value[: _MOST_CHARS + 1]  # its whole text would take its memory once more
+    shown = _Shown()
+    printer = RepresentationPrinter(shown, max_seq_length=1000)
+    try:
+        printer.pretty(value)
+        printer.flush()
+    except _Full:
+        return shown.getvalue()
+    except Exception:  # the user's class cannot show itself: IPython says so
+        return None
+    return None

@@ -1,14 +1,17 @@
-"""What is new of workers' lines and of notices, made from calls that only know the last ones."""
+"""What is new of workers' lines and of notices, made from calls that only know the last ones; and how much of it a cell shows."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["LineTail", "Notices", "WorkerLines"]
+__all__ = ["LineTail", "Notices", "ShownLines", "WorkerLines"]
 
 #: Notices of a run that are shown beside it; all of them stay in the orchestrator's log.
 SHOWN_NOTICES = 5
+#: Lines of workers and their characters that one cell shows as they come: a notebook is stored with them. Then the last ones.
+MOST_LINES, MOST_CHARS, LAST_LINES = 1000, 200_000, 10
 
 
 class LineTail:
@@ -26,6 +29,39 @@ class LineTail:
                 break
         self._seen = now
         return now[overlap:]
+
+
+class ShownLines:
+    """How much of what workers print one cell shows: the first lines as they come, at its end the last ones.
+
+    Args:
+        where: who asks finds the lines that are left out there.
+    """
+
+    def __init__(self, where: str = "%guava_log shows the newest") -> None:
+        """Nothing was shown yet."""
+        self._where, self._lines, self._chars = where, MOST_LINES, MOST_CHARS
+        self._left_out, self._last = 0, deque[str](maxlen=LAST_LINES)
+
+    def of(self, lines: Sequence[str]) -> list[str]:
+        """Return those of these lines that are to be shown now; once with a sentence on those that will not be."""
+        shown: list[str] = []
+        for line in lines:
+            self._lines, self._chars = self._lines - 1, self._chars - len(line)
+            if self._lines < 0 or self._chars < 0:
+                self._lines = -1  # a short one must not follow a long one that was left out
+                self._last.append(line)
+                self._left_out += 1
+                if self._left_out == 1:
+                    shown.append(f"[this cell shows no more lines as they come; {self._where}]")
+            else:
+                shown.append(line)
+        return shown
+
+    def rest(self) -> list[str]:
+        """Return the last lines where some were left out, and how many were; to be called once, at the end."""
+        lacking = self._left_out - len(self._last)
+        return ([f"[{lacking} lines left out here; {self._where}]"] if lacking > 0 else []) + list(self._last)
 
 
 class Notices:

@@ -54,8 +54,10 @@ def _command(command: Command) -> Callable[[Callable[..., Any]], Callable[..., A
                 if args is None:
                     return say(command.help())
                 if self.background.takes(command.name, args):
-                    return self.background.magic(self, command.name, args, cell)
-                return method(self, args) if cell is None else method(self, args, cell)
+                    value = self.background.magic(self, command.name, args, cell)
+                else:
+                    value = method(self, args) if cell is None else method(self, args, cell)
+                return self.objects.cut_short(value)
             except Interrupted:
                 raise  # it has its sentence
             except KeyboardInterrupt:
@@ -298,6 +300,7 @@ class GuavaMagics(Magics):
     def tell_end(self, result: Any = None) -> None:
         """After each cell: say how a run that no cell shows has ended, and why every cell that needs torch fails."""
         self.session.runs.tell_end()
+        self.objects.end_cell()
         if result is None or result.success or not result.info.store_history:  # a shared cell runs within another one
             return
         if (problem := half_loaded_text()) and str(result.error_in_exec) != problem:

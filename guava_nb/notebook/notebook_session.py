@@ -236,6 +236,9 @@ class NotebookSession:
         arguments = self._arguments(args)
         if args.resume == "session" and orchestrator.run is None and (lost := lost_run(orchestrator)):
             raise UsageError(f"--resume session: {lost}")
+        orchestrator.check_training(
+            **arguments, model=args.model, model_args=args.model_args
+        )  # before anyone is awaited
         self._gather(self._shown_codes(), panel, last=args.detach)
         self._apply_mode()
         orchestrator.register_model(args.model, args.model_args or {})

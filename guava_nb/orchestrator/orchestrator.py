@@ -37,11 +37,11 @@ from guava_nb.orchestrator.past_runs import PastRuns
 from guava_nb.orchestrator.pipeline_advice import PipelineAdvice
 from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.run_builder import RunBuilder
+from guava_nb.orchestrator.run_check import RunCheck
 from guava_nb.processes.interrupts import interrupts_remembered
-from guava_nb.protocol.messages import Factory
 from guava_nb.replica.model.wrappers import is_compiled, unwrapped
+from guava_nb.replica.names import named_function
 from guava_nb.replica.optimizer import warm_up
-from guava_nb.spec.run_spec import factory_name
 from guava_nb.spec.training_options import Reference, TrainingOptions, takes_options
 from guava_nb.status import Status
 from guava_nb.sync.handover import take_over
@@ -70,7 +70,7 @@ def _sentences_on(config: DistributedConfig) -> Iterator[str]:
         )
 
 
-class Orchestrator(Generating, SessionHost):
+class Orchestrator(RunCheck, Generating, SessionHost):
     """One training session on the side that has the data. A context manager.
 
     Args:
@@ -427,7 +427,7 @@ class Orchestrator(Generating, SessionHost):
         """
         cluster, wanted = self._open_cluster(), wanted_of(top_k, confidence_threshold, return_full_probabilities, raw)
         if predict_step is not None:
-            step = Factory(factory_name("predict_step", predict_step, self._models.shared()))
+            step = named_function("predict_step", predict_step, self._models.shared())
             wanted = replace(wanted, step=step)
         replica_set = self._for_question(None, preprocess)
         with reporting("predicting", progress) as report:

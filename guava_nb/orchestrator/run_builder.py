@@ -59,7 +59,7 @@ class RunBuilder:
         options: TrainingOptions,
         model: Factory,
         loaders: tuple[Any, Any],
-        workers: int,
+        workers: int | None,
         reach: Callable[[], bool] = lambda: False,
     ) -> Composed:
         """Return the record of a run, and what it was made of.
@@ -68,21 +68,22 @@ class RunBuilder:
             options: settled.
             model: its factory.
             loaders: to train and to validate with.
-            workers: how many take part.
+            workers: how many take part; None: that is not known yet, and the record is one of whole replicas.
             reach: as for `parallel_spec`.
 
         Raises:
             ConfigError, SourceError: something is wrong or exists only here.
         """
         shared = self._registry.shared()
-        _check_shares(options.shares, workers)
+        if workers is not None:
+            _check_shares(options.shares, workers)
         refuse_place(options.data, loaders[0])
         metrics = metric_specs(options.metrics, shared)
         own = [data_spec(loader, shared) for loader in loaders if isinstance(loader, WorkerData)]
         gather = uses_gather(self._registry.cells, (model.name, options.criterion, options.step))
         at_hub = own or options.sync == "local" or options.wire != "fp32"  # rounds meet at the hub, and only it encodes
         reach = (lambda: False) if at_hub else reach
-        parallel = self._parallel(workers, reach, gather)
+        parallel = None if workers is None else self._parallel(workers, reach, gather)
         spec = self._with_frozen(build_spec(self._config, shared, model, self._concrete(options), parallel, metrics))
         if options.cache_static:
             refuse_static(spec)

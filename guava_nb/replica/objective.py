@@ -38,6 +38,7 @@ __all__ = [
     "backward",
     "build_criterion",
     "build_objective",
+    "find_criterion",
     "scoring",
     "user_function",
 ]
@@ -330,7 +331,7 @@ _OTHERS = {n for n in dir(nn) if n.endswith("Loss") and n not in _NAMES} | {
 
 def _build_criterion(factory: Factory, resolve: Resolve, device: torch.device, double: bool) -> Criterion:
     name = factory.name
-    found: Any = _find_criterion(name, resolve)
+    found: Any = find_criterion(name, resolve)
     if isinstance(found, nn.Module) and factory.args:
         raise ConfigError(f"criterion {name!r} is an object, made already; arguments go to a class or a function")
     found = _BY_FUNCTION.get(found, found)
@@ -344,7 +345,8 @@ def _build_criterion(factory: Factory, resolve: Resolve, device: torch.device, d
     return _UserCriterion(functools.partial(found, **factory.args) if factory.args else found)
 
 
-def _find_criterion(name: str, resolve: Resolve) -> Callable[..., Any]:
+def find_criterion(name: str, resolve: Resolve) -> Callable[..., Any]:
+    """Return torch's criterion of this name, else what is shared or importable; errors as for `factories.find`."""
     try:
         return find("criterion", name, _NAMES, "torch.nn", resolve)
     except ConfigError as error:

@@ -33,6 +33,8 @@ from guava_nb.spec.loading import loading_without_collections
 
 __all__ = [
     "INTERVALS",
+    "OPTIMIZERS",
+    "SCHEDULERS",
     "ApplyFailed",
     "LossScale",
     "Schedule",
@@ -47,12 +49,12 @@ __all__ = [
 
 INTERVALS = ("step", "epoch", "validation")
 
-_OPTIMIZERS: dict[str, type[Optimizer]] = {
+OPTIMIZERS: dict[str, type[Optimizer]] = {
     name: cls
     for name, cls in vars(optim).items()
     if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
 }
-_SCHEDULERS: dict[str, type[LRScheduler]] = {
+SCHEDULERS: dict[str, type[LRScheduler]] = {
     name: cls
     for name, cls in vars(lr_scheduler).items()
     if isinstance(cls, type) and issubclass(cls, LRScheduler) and cls is not LRScheduler and not name.startswith("_")
@@ -98,7 +100,7 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
         PreparationError: the user's function raised.
     """
     name = factory.name
-    found = find("optimizer", name, _OPTIMIZERS, "torch.optim", resolve)
+    found = find("optimizer", name, OPTIMIZERS, "torch.optim", resolve)
     is_class = isinstance(found, type) and issubclass(found, Optimizer)
     if is_class:
         _refuse_unfit(name, found)
@@ -106,10 +108,10 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
     given: Any = [parameter for _, parameter in pairs] if is_class else pairs
     if not given:
         raise ConfigError("the model has no parameters: there is nothing to train")
-    fuses = name in _OPTIMIZERS and _may_be_fused(found, factory.args, [parameter for _, parameter in pairs])
+    fuses = name in OPTIMIZERS and _may_be_fused(found, factory.args, [parameter for _, parameter in pairs])
     args = {**factory.args, "fused": True} if fuses else factory.args
     warm_up()
-    made = build("optimizer", name, found, given, from_torch=name in _OPTIMIZERS, args=args)
+    made = build("optimizer", name, found, given, from_torch=name in OPTIMIZERS, args=args)
     if not isinstance(made, Optimizer):
         raise ConfigError(
             f"optimizer {name!r} returned a {type(made).__name__}; it must return a torch.optim.Optimizer"
@@ -124,7 +126,7 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
     _check_owned(name, made, pairs)
     if fuses:
         _keep_to_itself(made)
-    if name not in _OPTIMIZERS and not name.startswith(
+    if name not in OPTIMIZERS and not name.startswith(
         "@"
     ):  # one in the user's own process is there once, and is not tried
         _refuse_by_trial(
@@ -320,8 +322,8 @@ def build_scheduler(factory: Factory | None, optimizer: Optimizer, resolve: Reso
     if factory is None:
         return None
     name = factory.name
-    found = find("scheduler", name, _SCHEDULERS, "torch.optim.lr_scheduler", resolve)
-    from_torch = name in _SCHEDULERS
+    found = find("scheduler", name, SCHEDULERS, "torch.optim.lr_scheduler", resolve)
+    from_torch = name in SCHEDULERS
     args = _with_functions(factory.args, resolve) if from_torch else factory.args
     made = build("scheduler", name, found, optimizer, from_torch=from_torch, args=args)
     if not all(hasattr(made, method) for method in ("step", "state_dict", "load_state_dict")):

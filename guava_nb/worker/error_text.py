@@ -44,9 +44,9 @@ def user_traceback(error: BaseException) -> str:
     return "".join(formatted.format())
 
 
-#: Longest sentence and longest traceback that are sent; of a traceback the end tells most.
+#: Longest sentence and longest traceback that are sent: both end up in a notebook, from each worker.
 MAX_TEXT_CHARS = 10_000
-MAX_TRACE_CHARS = 100_000
+MAX_TRACE_CHARS = 20_000
 
 
 def sendable(text: str) -> str:
@@ -60,7 +60,8 @@ def error_text(error: BaseException) -> str:
         text = str(error)
     except Exception as failed:  # the user's class; its name and the traceback go along
         return f"(it cannot be shown: its __str__ raised {type(failed).__name__})"
-    return sendable(text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + " ... (cut)")
+    more = len(text) - MAX_TEXT_CHARS
+    return sendable(text if more <= 0 else f"{text[:MAX_TEXT_CHARS]} ... ({more} characters more)")
 
 
 def problem_text(error: BaseException) -> str:
@@ -71,9 +72,15 @@ def problem_text(error: BaseException) -> str:
 
 
 def trace_text(error: BaseException) -> str:
-    """Return an error's traceback, from the user's code on where it runs through a shared cell."""
-    text = user_traceback(error)
-    return sendable(text if len(text) <= MAX_TRACE_CHARS else "(cut) ... " + text[-MAX_TRACE_CHARS:])
+    """Return an error's traceback, from the user's code on where it runs through a shared cell.
+
+    Of a long one its middle is left out: the user's lines are at its beginning, and what it says of itself at its end may be
+    longer than all of them.
+    """
+    text, half = user_traceback(error), MAX_TRACE_CHARS // 2
+    if (more := len(text) - 2 * half) > 0:
+        text = f"{text[:half]}\n[{more} characters are left out here]\n{text[-half:]}"
+    return sendable(text)
 
 
 #: CUDA's own words for errors that leave a context inconsistent: "to continue using CUDA, the process must be terminated and

@@ -287,8 +287,10 @@ def test_running_any_cell_again_is_safe(kernels: tuple[Kernel, Kernel]) -> None:
         assert "--host did not change" in laptop.run("%guava_up --host 127.0.0.2")
         assert "The next run waits for 3 workers, before for 1" in laptop.run("%guava_up --workers 3")
         assert "The next run waits for 1 worker, before for 3" in laptop.run("%guava_up --workers 1")
+        laptop.run(SHARE)  # a name that leads nowhere is told before workers are waited for
+        assert "did you mean 'Net'?" in error_of(laptop, f"{TRAIN.replace('Net', 'Nett')} --loss slow_loss")
         waiting = laptop.start(f"{TRAIN} --loss slow_loss")
-        laptop.wait_for("no variable|Waiting up to .* for workers: 0 of 1")
+        laptop.wait_for("Waiting up to .* for workers: 0 of 1")
         laptop.interrupt()
         status, text = waiting()
         assert status == "error" and text.strip().splitlines()[-1].startswith("Interrupted: %guava_train"), text

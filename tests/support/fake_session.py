@@ -110,6 +110,8 @@ class FakeOrchestrator:
     coming: list[str] = field(default_factory=list)
     newcomers: list[str] = field(default_factory=list)
     too_few: bool = False
+    log_folder: Path | None = Path("/tmp/lines")
+    refused: GuavaError | None = None  # by the look at a run before workers are waited for
     goes_on: bool = False
     tunnel: str = ""
     tunnel_note: str = ""
@@ -197,6 +199,10 @@ class FakeOrchestrator:
     def register_model(self, model: Any, args: dict[str, Any] | None = None) -> None:
         self.calls.append(("model", (model, args)))
 
+    def check_training(self, train_loader: Any, **options: Any) -> None:
+        if self.refused is not None:
+            raise self.refused
+
     def forecast(self, **options: Any) -> Forecast:
         self.calls.append(("forecast", options))
         part = Traffic.going("sample", 4_000_000)
@@ -225,7 +231,7 @@ class FakeOrchestrator:
         self.calls.append(("run_code", (text, on, cell)))
         self.waiting()
         for name in on or self.here:
-            on_output(name, ["printed there"])
+            on_output(name, self.printed.get(name, ["printed there"]))
         return dict.fromkeys(on or self.here, self.results)
 
     def run_program(self, text: str, *arguments: str, on_output: Any, on_wait: Any, **settings: Any) -> None:

@@ -23,6 +23,8 @@ __all__ = ["CodeOnWorkers"]
 
 #: Of values that go to a worker, or come from it, at one time.
 _MOST_BYTES = 2 << 30
+#: Workers whose own errors are told beside the first one's, and characters of what each says: their tracebacks follow.
+_MOST_OTHERS, _MOST_OF_OTHERS = 3, 300
 #: Another process may have used this session's numbers before: workers outlive it.
 _ids = itertools.count(1 + secrets.randbits(48))
 _Payload = Sequence[memoryview]
@@ -290,6 +292,11 @@ def _values(cluster: Cluster, rank: int, answer: Answer) -> dict[str, Any]:
         ) from error
 
 
+def _first_line(text: str) -> str:
+    line = text.partition("\n")[0]
+    return line if len(line) <= _MOST_OF_OTHERS else f"{line[:_MOST_OF_OTHERS]} ..."
+
+
 def _raise_failure(ran: Mapping[str, CodeRan]) -> None:
     """Raise what workers raised, as one error: equal ones together."""
     failed = {worker: report for worker, report in ran.items() if report.type_name}
@@ -300,7 +307,10 @@ def _raise_failure(ran: Mapping[str, CodeRan]) -> None:
         worker for worker, report in failed.items() if (report.type_name, report.text) == (first.type_name, first.text)
     ]
     others = {worker: report for worker, report in failed.items() if worker not in same}
-    rest = "".join(f"; {worker}: {report.type_name}: {report.text}" for worker, report in others.items())
+    further = list(others)[_MOST_OTHERS:]
+    others = {worker: others[worker] for worker in list(others)[:_MOST_OTHERS]}
+    rest = "".join(f"; {worker}: {report.type_name}: {_first_line(report.text)}" for worker, report in others.items())
+    rest += f"; others on {', '.join(further)}: run it there alone (--on NAME) to see them" if further else ""
     kind = getattr(errors, first.type_name, None)
     if isinstance(kind, type) and issubclass(kind, GuavaError) and kind is not RemoteError:
         raise kind(f"worker {', '.join(same)}: {first.text}{rest}")

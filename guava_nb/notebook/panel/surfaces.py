@@ -20,6 +20,7 @@ from IPython.display import DisplayHandle, display
 from tqdm import tqdm
 
 from guava_nb.notebook.display import say
+from guava_nb.notebook.lines import ShownLines
 from guava_nb.render import SMOOTHING, Charts, Curve, Table, View, redact, to_html, to_text
 
 __all__ = ["DisplaySurface", "LineSurface", "Steady", "TextSurface", "show_charts"]
@@ -135,11 +136,11 @@ class LineSurface:
         self._due_s = float("-inf")
         self._pause_s = FIRST_PAUSE_S
         self._last = ""
-        self._news = _News()
+        self._news, self._shown = _News(), ShownLines()
 
     def draw(self, view: View, lines: Sequence[str]) -> None:
         """Write what workers printed and what happened at once, progress now and then, and nothing twice."""
-        new = [*_capped(lines), *self._news.of(view)]
+        new = [*self._shown.of(_capped(lines)), *self._news.of(view)]
         text = ": ".join(part for part in (view.title, view.headline) if part)
         if text != self._last and self._clock() >= self._due_s:
             new.append(f"{_time_of_day(self._wall())} {text}")
@@ -150,7 +151,8 @@ class LineSurface:
 
     def finish(self, view: View, lines: Sequence[str]) -> None:
         """Write the summary."""
-        say("\n".join([*_capped(lines), to_text(self._news.alone(view))]))
+        lines = [*self._shown.of(_capped(lines)), *self._shown.rest()]
+        say("\n".join([*lines, to_text(self._news.alone(view))]))
 
     def close(self) -> None:
         """Nothing is held."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from IPython.core.error import UsageError
 
 from guava_nb.errors import ClusterError, ConfigError, SourceError
-from guava_nb.notebook.display import say
+from guava_nb.notebook.display import cell_number, say
 from guava_nb.notebook.line_words import no_variable
+from guava_nb.notebook.lines import ShownLines
 from guava_nb.notebook.panel.panel import Frame, Panel
 from guava_nb.notebook.train import check_variable
 from guava_nb.render import program_view
@@ -39,8 +41,9 @@ class RemoteCode:
             RemoteError: it raised there.
         """
         check_variable(args.out, "--out")
-        name = f"px {self._shell.execution_count}"
-        found = self._session().run_code(cell, self._on(args), cell=name, on_output=_say_lines)
+        name, session = f"px {cell_number(self._shell)}", self._session()
+        with _said(session) as say_lines:
+            found = session.run_code(cell, self._on(args), cell=name, on_output=say_lines)
         value = self._value(args, found)
         if args.out is None:
             return value if any(one is not None for one in found.values()) else None
@@ -54,7 +57,7 @@ class RemoteCode:
             UsageError: there is no such file, or no worker of this name.
             RemoteError: a rank raised.
         """
-        text, name, arguments = _program(args.arguments, cell, self._shell.execution_count)
+        text, name, arguments = _program(args.arguments, cell, cell_number(self._shell))
         session = self._session()
         lines: list[str] = []
         begun = time.monotonic()
@@ -98,7 +101,9 @@ class RemoteCode:
         for name in wanted:
             if name not in names:
                 raise UsageError(no_variable(name, names))
-        workers = self._session().push({name: names[name] for name in wanted}, self._on(args), on_output=_say_lines)
+        session = self._session()
+        with _said(session) as say_lines:
+            workers = session.push({name: names[name] for name in wanted}, self._on(args), on_output=say_lines)
         return f"{_are(wanted)} on {', '.join(workers)}. A worker that joins later has to be given them too."
 
     def pull(self, args: argparse.Namespace) -> tuple[str, Any]:
@@ -106,7 +111,9 @@ class RemoteCode:
         wanted = _names(args.names)
         for name in wanted:
             check_variable(name, "a name to pull")
-        found = self._session().pull(*wanted, on=self._on(args), on_output=_say_lines)
+        session = self._session()
+        with _said(session) as say_lines:
+            found = session.pull(*wanted, on=self._on(args), on_output=say_lines)
         values = {
             name: self._value(args, {worker: values[name] for worker, values in found.items()}) for name in wanted
         }
@@ -117,11 +124,15 @@ class RemoteCode:
 
     def install(self, args: argparse.Namespace) -> str:
         """Have pip install packages there; returns sentences on it."""
-        return _by_worker(self._session().install(*args.packages, on=self._on(args), on_output=_say_lines))
+        session = self._session()
+        with _said(session) as say_lines:
+            return _by_worker(session.install(*args.packages, on=self._on(args), on_output=say_lines))
 
     def send_files(self, args: argparse.Namespace) -> str:
         """Send files and folders; returns sentences on it."""
-        told = _by_worker(self._session().send_files(*args.paths, on=self._on(args), on_output=_say_lines))
+        session = self._session()
+        with _said(session) as say_lines:
+            told = _by_worker(session.send_files(*args.paths, on=self._on(args), on_output=say_lines))
         later = "" if self._on(args) else "\nA worker that joins later gets them too."
         return told + later
 
@@ -166,8 +177,21 @@ def _program(words: Sequence[str], cell: str | None, number: int) -> tuple[str, 
         ) from None
 
 
-def _say_lines(worker: str, lines: Sequence[str]) -> None:
-    say("\n".join(f"{worker} | {line}" if worker else line for line in lines))
+@contextmanager
+def _said(session: Any) -> Iterator[Callable[[str, Sequence[str]], None]]:
+    """Give what says the lines of workers in the cell, as many as it shows; what stands under no name always."""
+    folder = session.log_folder
+    shown = ShownLines("%guava_log shows the newest" + (f", and {folder} has the rest" if folder else ""))
+
+    def say_lines(worker: str, lines: Sequence[str]) -> None:
+        if told := shown.of([f"{worker} | {line}" for line in lines]) if worker else lines:
+            say("\n".join(told))
+
+    try:
+        yield say_lines
+    finally:
+        if rest := shown.rest():
+            say("\n".join(rest))
 
 
 def _by_worker(told: Mapping[str, str]) -> str:

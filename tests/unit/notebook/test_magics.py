@@ -347,6 +347,14 @@ def test_the_first_run_waits_for_all_expected_workers_and_later_ones_do_not(note
     assert "Waiting" not in notebook.run(TRAIN).text
 
 
+def test_a_slip_is_told_before_workers_are_waited_for(notebook: Any) -> None:
+    notebook.run("%guava_up --workers 2\nloader = []")
+    notebook.orchestrator.refused = errors.ConfigError("model 'Nett' cannot be found")
+    told = notebook.run(TRAIN)
+    assert "model 'Nett' cannot be found" in told.text and "Waiting" not in told.text
+    assert not [call for call in notebook.orchestrator.calls if call[0] in ("wait", "model", "train")]
+
+
 def test_train_blocks_shows_a_bar_and_a_summary_and_returns_the_run(notebook: Any) -> None:
     notebook.run("%guava_up --local 1\nloader = []")
     shown = notebook.run(f"r = {TRAIN}")

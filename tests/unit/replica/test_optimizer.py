@@ -13,8 +13,8 @@ from torch.optim import lr_scheduler
 from guava_nb.errors import CheckpointError, ConfigError, PreparationError
 from guava_nb.protocol.messages import Factory
 from guava_nb.replica.optimizer import (
-    _OPTIMIZERS,
-    _SCHEDULERS,
+    OPTIMIZERS,
+    SCHEDULERS,
     LossScale,
     StepUndo,
     _may_be_fused,
@@ -146,7 +146,7 @@ def advance(schedule, optimizer, steps) -> list[float]:
     return rates
 
 
-@pytest.mark.parametrize("name", sorted(set(_SCHEDULERS) - {"SequentialLR", "ChainedScheduler"}))
+@pytest.mark.parametrize("name", sorted(set(SCHEDULERS) - {"SequentialLR", "ChainedScheduler"}))
 def test_every_torch_scheduler_resumes_from_plain_data(name: str) -> None:
     def fresh():
         optimizer = optim.SGD(model().parameters(), lr=0.1, momentum=0.9)
@@ -236,7 +236,7 @@ OPTIMIZER_ARGS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(set(_OPTIMIZERS) - {"LBFGS", "SparseAdam"}))
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"LBFGS", "SparseAdam"}))
 def test_every_torch_optimizer_resumes_bit_for_bit(name: str) -> None:
     def fresh():
         net = model()

@@ -77,6 +77,16 @@ def test_errors_are_told_by_worker_and_equal_ones_together() -> None:
         assert made.run_code("worker") == {"w0": "w0", "w1": "w1", "w2": "w2"}
 
 
+def test_unlike_errors_of_many_workers_are_told_of_the_first_ones() -> None:
+    with session(*[None] * 6) as (made, _):
+        with pytest.raises(RemoteError) as caught:
+            made.run_code("raise ValueError(f'{rank} ' + 'x' * 5000)")
+        text = str(caught.value)
+        assert text.startswith("worker w0 raised ValueError: 0 x") and "; w3: ValueError: 3 x" in text
+        assert text.endswith("; others on w4, w5: run it there alone (--on NAME) to see them")
+        assert len(text) < 7000 and caught.value.remote_traceback.count("Traceback on ") == 3
+
+
 def test_one_interrupt_stops_the_cells_and_the_workers_stay() -> None:
     running = threading.Barrier(3)
     told: list[str] = []

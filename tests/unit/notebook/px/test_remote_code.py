@@ -28,6 +28,43 @@ def test_a_cell_shows_lines_by_worker_and_gives_values(opened: Any) -> None:
     assert opened.run("%%guava_px\nx = 1").value is None
 
 
+def shown_value(opened: Any, cell: str) -> str:
+    """What a page shows of the value of a cell, which is formatted while the cell still runs."""
+    texts: list[str] = []
+    hook = opened.shell.displayhook
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hook, "write_format_data", lambda data, metadata=None: texts.append(data["text/plain"]))
+        assert opened.run(cell).ok
+    return texts[-1] if texts else ""
+
+
+def test_a_long_value_is_cut_in_the_cell_and_whole_in_out(opened: Any) -> None:
+    opened.orchestrator.results = "x" * 1_000_000
+    shown = shown_value(opened, "%%guava_px --on local-1\nx")
+    number = opened.shell.displayhook.prompt_count
+    assert shown.startswith("'xxx") and len(shown) < 20_200
+    assert shown.endswith(f"[cut here after 20000 characters; Out[{number}] has the whole value]")
+    assert opened.shell.user_ns["_"] is opened.orchestrator.results
+    assert len(shown_value(opened, "_")) == 1_000_002  # asked for here, it is the user's own
+    both = shown_value(opened, "%%guava_px\nx")
+    assert both.startswith("{'local-1': 'xxx") and "has the whole value]" in both and len(both) < 20_200
+    opened.orchestrator.results = [1, 2]
+    assert shown_value(opened, "%%guava_px --on local-1\nx") == "[1, 2]"
+
+
+def test_a_flood_of_lines_is_shown_in_part_and_ends_with_its_last_lines(opened: Any) -> None:
+    opened.orchestrator.printed = {"local-1": [f"line {k}" for k in range(5000)], "local-2": ["y" * 3000] * 90}
+    lines = opened.run("%%guava_px --on local-1\nx").lines
+    assert lines[:2] == ["local-1 | line 0", "local-1 | line 1"] and "local-1 | line 4999" in lines
+    assert (
+        "[this cell shows no more lines as they come; %guava_log shows the newest, and /tmp/lines has the rest]"
+        in lines
+    )
+    assert [line for line in lines if line.startswith("[3990 lines left out here;")] and len(lines) < 1020
+    long = opened.run("%%guava_px --on local-2\nx").text
+    assert len(long) < 250_000 and "lines left out here" in long
+
+
 @pytest.mark.parametrize(
     ("cell", "words"),
     [
