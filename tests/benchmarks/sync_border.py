@@ -2,11 +2,11 @@
 
     python -m tests.benchmarks.sync_border [--line home] [--width 96] [--row-s 0.1] [--steps 30] [--ways 0 1 5 15 30]
 
-As `home_link`, whose model, lines and sleeping steps these are. In one session a forecast with `sync="auto"` measures lines and
-has steps played; then each way is trained as it was told: 0 is one worker alone (only told), 1 an exchange in every step, others the
-rounds of so many steps, with the delay and the wire format that `auto` would take. Prints one JSON line for each way: seconds told
-and taken, their ratio, validation loss, whether it was chosen. A last one tells how much longer the chosen way took than the
-fastest of those that were trained.
+As `home_link`, whose model, lines and sleeping steps these are. In one session a forecast with `sync="auto"` measures lines
+and has steps played; then each way is trained as it was told: 0 is one worker alone (only told), 1 an exchange in every step,
+others the rounds of so many steps, with the delay and the wire format that `auto` would take. Prints one JSON line for each
+way: seconds told and taken, their ratio, validation loss, whether it was chosen. A last one tells how much longer the chosen
+way took than the fastest of those that were trained.
 """
 
 from __future__ import annotations
