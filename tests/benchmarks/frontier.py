@@ -9,7 +9,7 @@ workers, and each takes as many steps as fit. Workers are rows of stacked tensor
 they exchange goes through the product's own formats, error feedback and outer step, so losses are those of the algorithm and
 bytes those of its messages. Cases see the same batches seed by seed. Prints one JSON line for each case: validation loss on what
 was not trained on, its part above that of step sync (mean over seeds, in percent), and the bytes up plus down at a worker, where
-8 bytes a parameter and step are 1.
+8 bytes a parameter and step are 1; all of them pass the orchestrator (`orchestrator_share`).
 """
 
 from __future__ import annotations
@@ -274,6 +274,7 @@ def report(name: str, runs: Runs) -> None:
             "steps": runs.steps,
             "bytes_share": share,
             "fold": round(1 / share, 1) if share else None,
+            "orchestrator_share": share * runs.members,
             "loss": round(float(ended[number].mean()), 4),
             "losses": [round(float(one), 4) for one in ended[number]],
         }
