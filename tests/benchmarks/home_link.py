@@ -137,7 +137,7 @@ def case(orchestrator: Orchestrator, name: str, args: argparse.Namespace) -> dic
     report, seconds, whole_s = run.report(), run.history[-1]["seconds"], time.monotonic() - began
     records = run.history[-10:] if way in ("step", "alone") else run.history[-1:]
     told = [
-        text for _, text in orchestrator._notices.numbered(20) if text.startswith("sync auto") or "longer than" in text
+        text for _, text in orchestrator._notices.numbered(500) if text.startswith("sync auto") or "longer than" in text
     ]
     rows = args.batch / (1 if way == "alone" else args.workers)
     return {
