@@ -55,7 +55,8 @@ def play_steps(
                 replica_set.require(job, ranks)
                 trial.play(ranks)
             finally:
-                cluster.send_all([rank for rank in ranks if rank in job.ready], EndRun(replica_set.run_id))
+                here = job.ready | job.suspects
+                cluster.send_all([rank for rank in ranks if rank in here], EndRun(replica_set.run_id))
     except NobodyLeft:
         return {}
     return trial.found()
