@@ -80,6 +80,7 @@ class Machine:
         if message.step >= KILLED_AFTER and self.num_saved > 1:
             self.is_killed = True
             worker.die()
+            worker.loop.keeper.close()  # a file that is half written ends with its process; here the thread would go on
             self.folder = self.then(self.folder)
             self.start("w1")
 
