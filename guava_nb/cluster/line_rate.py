@@ -20,12 +20,14 @@ __all__ = ["begin_measuring", "measure_lines"]
 
 #: Enough to tell 10 Mbit/s from 100; a worker's visit costs 2.7 MB at most, also where a tunnel counts bytes.
 _BURST_BYTES = 1 << 20
-_ANSWERS_S = 12.0
+_ANSWERS_S, _ATTEMPTS = 12.0, 2
 _ids = itertools.count(1)
 
 
 def measure_lines(cluster: Cluster) -> list[str]:
-    """Let the workers measure whose lines were not measured yet, and remember what they find; at most 12 s.
+    """Let the workers measure whose lines were not measured yet, and remember what they find; at most 12 s an attempt.
+
+    A visit that a break of its line ended is made once more.
 
     Returns:
         Sentences on what it cost, and on whose line is not known now, and why.
@@ -33,20 +35,32 @@ def measure_lines(cluster: Cluster) -> list[str]:
     Raises:
         ClusterError: a run is in progress.
     """
-    job, number = Job(cluster), next(_ids)
-    answers = job.collect(LineMeasured, lambda found: found.measuring_id == number)
+    job, answers = Job(cluster), dict[int, LineMeasured]()
     asked = [rank for rank in cluster.roster.ready() if cluster.roster.members[rank].line == (None, None)]
     with job.attached(), contextlib.suppress(NobodyLeft):
-        for rank in asked:
-            cluster.send(rank, MeasureLine(number, _BURST_BYTES))
-        job.pump(lambda: all(rank in answers or rank not in job.ready for rank in asked), _ANSWERS_S)
+        for _ in range(_ATTEMPTS):
+            lacking = {rank for rank in asked if rank not in answers or answers[rank].error}
+            if lacking & (job.ready | job.suspects):
+                _ask(job, sorted(lacking & (job.ready | job.suspects)), answers)
     spent = sum(max(0, found.used_bytes) for found in answers.values())
     measured = f"The lines were measured just now with {show_bytes(spent)}, which no other figure counts."
     problems = {rank: _note(cluster, rank, answers.get(rank)) for rank in asked}
-    lacking = [
+    unknown = [
         f"The line to {cluster.name(rank)} is not in these rates: {why}." for rank, why in problems.items() if why
     ]
-    return [*([measured] if spent else []), *lacking]
+    return [*([measured] if spent else []), *unknown]
+
+
+def _ask(job: Job, ranks: list[int], answers: dict[int, LineMeasured]) -> None:
+    """Have these workers measure their lines all at once, and take the answers of those that give one."""
+    number = next(_ids)
+    came = job.collect(LineMeasured, lambda found: found.measuring_id == number)
+    for rank in ranks:
+        job.cluster.send(rank, MeasureLine(number, _BURST_BYTES))
+    try:  # a worker whose connections broke comes back, and its answer with it
+        job.pump(lambda: all(rank in came or rank not in job.ready | job.suspects for rank in ranks), _ANSWERS_S)
+    finally:
+        answers.update(came)
 
 
 def begin_measuring(job: Job, rank: int) -> Callable[[], float | None]:

@@ -55,7 +55,8 @@ def play_steps(
                 replica_set.require(job, ranks)
                 trial.play(ranks)
             finally:
-                cluster.send_all([rank for rank in ranks if rank in job.ready], EndRun(replica_set.run_id))
+                here = job.ready | job.suspects
+                cluster.send_all([rank for rank in ranks if rank in here], EndRun(replica_set.run_id))
     except NobodyLeft:
         return {}
     return trial.found()
@@ -104,7 +105,9 @@ class _Trial:
             self._seconds.setdefault(rank, []).append(seconds)
 
     def _is_over(self) -> bool:
-        return not any(rank in self._job.ready and rank not in self._job.failed for rank in self._asked)
+        # One whose connection broke comes back with its report; without it a line with breaks would count as one not known.
+        here = self._job.ready | self._job.suspects
+        return not any(rank in here and rank not in self._job.failed for rank in self._asked)
 
     def _cut(self, ranks: Collection[int]) -> dict[int, LoadedBatch]:
         batch = self._batch

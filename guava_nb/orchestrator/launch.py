@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.diary import Diary
+from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.cluster.line_rate import measure_lines
 from guava_nb.cluster.path_probe import cuda_reach
 from guava_nb.config import DistributedConfig
@@ -38,7 +40,10 @@ from guava_nb.training.byte_budget import Budget, Limit, chosen_limit
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
 
-__all__ = ["budget_for", "forecast_on", "job_for", "measured_lines", "planned_run", "record"]
+__all__ = ["budget_for", "forecast_on", "job_for", "measured_lines", "planned_run", "record", "wait_until_back"]
+
+#: How long a worker whose connections broke is waited for before a way to train is chosen: a break of its line and a redial.
+_BACK_S = 10.0
 
 
 def job_for(
@@ -145,6 +150,13 @@ def measured_lines(cluster: Cluster) -> list[str]:
         return measure_lines(cluster)
     except ClusterError:  # another thread's work began meanwhile: the line is busy
         return []
+
+
+def wait_until_back(cluster: Cluster) -> None:
+    """Wait a moment for workers whose connections are broken: a way that is chosen now is for them, too."""
+    job = Job(cluster)
+    with contextlib.suppress(ClusterError, NobodyLeft), job.attached():
+        job.pump(lambda: not job.suspects, _BACK_S)
 
 
 def _rates(cluster: Cluster) -> tuple[float | None, float | None]:

@@ -17,7 +17,7 @@ from guava_nb.forecast.pipeline_choice import PipelineChoice, StageLine, StagePa
 from guava_nb.forecast.planned_run import PlannedRun, unchanged_randomness
 from guava_nb.forecast.stage_bytes import passed_between
 from guava_nb.forecast.sync_choice import SyncChoice
-from guava_nb.orchestrator.launch import measured_lines
+from guava_nb.orchestrator.launch import measured_lines, wait_until_back
 from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.sync_advice import SyncAdvice, made_of
 from guava_nb.parallel.pipeline.stages import split_model
@@ -69,6 +69,8 @@ class PipelineAdvice:
     ) -> None:
         if config.pipeline_schedule != "auto" or not config.pipeline_parallel:
             return
+        if cluster is not None:
+            wait_until_back(cluster)
         with unchanged_randomness():
             planned = self._planned(options, model, loaders, cluster is not None)
             shape = planned.composed.spec.parallel

@@ -17,7 +17,7 @@ from guava_nb.errors import GuavaError
 from guava_nb.evaluation.step_trial import play_steps
 from guava_nb.forecast.planned_run import Composed, PlannedRun, sync_work, unchanged_randomness
 from guava_nb.forecast.sync_choice import ROUNDS, SyncChoice, WorkerPace, choose_sync
-from guava_nb.orchestrator.launch import measured_lines
+from guava_nb.orchestrator.launch import measured_lines, wait_until_back
 from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.protocol.messages import Cell, Factory, RoundSpec, RunSpec
 from guava_nb.replica.model.resident import OWN_MODEL
@@ -80,6 +80,8 @@ class SyncAdvice:
         if why:
             choice = SyncChoice("step", 1, f"sync auto: an exchange in every step, because {why}")
         else:
+            if cluster is not None:
+                wait_until_back(cluster)
             with unchanged_randomness():
                 run = self._planned(step, model, loaders, cluster is not None)
                 refused = why_not_local(config, step, run.composed.spec.parallel)

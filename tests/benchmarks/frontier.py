@@ -9,7 +9,7 @@ workers, and each takes as many steps as fit. Workers are rows of stacked tensor
 they exchange goes through the product's own formats, error feedback and outer step, so losses are those of the algorithm and
 bytes those of its messages. Cases see the same batches seed by seed. Prints one JSON line for each case: validation loss on what
 was not trained on, its part above that of step sync (mean over seeds, in percent), and the bytes up plus down at a worker, where
-8 bytes a parameter and step are 1.
+8 bytes a parameter and step are 1; all of them pass the orchestrator (`orchestrator_share`).
 """
 
 from __future__ import annotations
@@ -40,13 +40,35 @@ _CHUNK = 4096
 
 @dataclass
 class Case:
-    """One way to exchange. `method` None: the gradients of every step, in `wire`; `every` 0: not at all."""
+    """One way to exchange. `method` None: the gradients of every step, in `wire`; `every` 0: not at all.
+
+    `phases` begin at a part of the run, and have another number of steps of a round each, 0 where the gradients of every step are
+    exchanged as they are. A round ends with its phase. () is `every` for all of it.
+    """
 
     name: str
     method: OuterMethod | None = None
     every: int = 1
     wire: WireFormat | None = None
     numel: int = 0
+    phases: tuple[tuple[float, int], ...] = ()
+
+    def exchanges_gradients(self, index: int, steps: int) -> bool:
+        """Whether step n (from 0) exchanges gradients."""
+        return self.method is None or (bool(self.phases) and self._phase(index, steps)[1] == 0)
+
+    def ends_round(self, index: int, steps: int) -> bool:
+        """Whether a round of local steps ends with step n (from 0)."""
+        begin, every = self._phase(index, steps)
+        if self.method is None or not every:
+            return False
+        is_last = index + 1 == steps or self._phase(index + 1, steps)[0] != begin
+        return (index + 1 - begin) % every == 0 or is_last
+
+    def _phase(self, index: int, steps: int) -> tuple[int, int]:
+        """Return the first step of the phase of a step, and the steps of its rounds."""
+        begun = [(math.ceil(part * steps), every) for part, every in self.phases or ((0.0, self.every),)]
+        return next(phase for phase in reversed(begun) if phase[0] <= index)
 
     def message(self) -> WireFormat:
         """Return the format of what a member sends."""
@@ -146,9 +168,14 @@ class Runs:
             if case.method is None:
                 gradient[number] = self._mean(number, gradient[number]).unsqueeze(1)
                 self.exchanged[number] += case.bytes_of_exchange(self.members)
+            elif case.exchanges_gradients(index, self.steps):
+                gradient[number] = gradient[number].mean(1, keepdim=True)
+                self.exchanged[number] += 8 * self.numel
         self._adam(index, gradient)
         for number, case in enumerate(self.cases):
-            if case.method is not None and case.every and ((index + 1) % case.every == 0 or index + 1 == self.steps):
+            if case.method is not None and case.exchanges_gradients(index, self.steps):
+                self.start[number] = self.weights[number, :, 0]  # all have the same
+            elif case.method is not None and case.ends_round(index, self.steps):
                 self._end_round(number, case.method)
 
     def _adam(self, index: int, gradient: Tensor) -> None:
@@ -247,6 +274,7 @@ def report(name: str, runs: Runs) -> None:
             "steps": runs.steps,
             "bytes_share": share,
             "fold": round(1 / share, 1) if share else None,
+            "orchestrator_share": share * runs.members,
             "loss": round(float(ended[number].mean()), 4),
             "losses": [round(float(one), 4) for one in ended[number]],
         }
@@ -266,6 +294,12 @@ def known_cases() -> Iterator[Case]:
         yield Case(f"step+{wire}", wire=WIRE_FORMATS[wire])
     yield Case("its part of the tokens alone", outer("average"), 0)
     yield Case("average-30", outer("average"), 30)
+    for every in (5, 15, 30, 60):
+        yield Case(f"average-{every}+int4", outer("average"), every, WIRE_FORMATS["int4"])
+    yield Case("average-5-15-30-60", outer("average"), phases=((0.0, 5), (0.25, 15), (0.5, 30), (0.75, 60)))
+    for name, method in (("average-30", "average"), ("nesterov-30", "nesterov"), ("partial-15 1/64", "partial")):
+        every = 15 if method == "partial" else 30
+        yield Case(f"{name} after a tenth by step sync", outer(method), phases=((0.0, 0), (0.1, every)))
     for every in (5, 15, 30, 60, 120):
         yield Case(f"nesterov-{every}", outer("nesterov"), every)
     for every in (15, 30, 60):

@@ -1,12 +1,14 @@
 """A lone worker behind 20 Mbit/s up: bytes of its state on the line, and the seconds of work that a kill and a lost disk cost.
 
     python -m tests.benchmarks.thin_line [--steps 2000] [--width 256] [--layers 4] [--place worker]
+    ... --table 960000 --width 128 --layers 2 --optimizer SGD --lr 0.1 --row-s 0.125 --cases killed      # 124 M parameters
 
 A byte-level GPT, built from the seed, on the sources of Python's standard library, by a worker process behind a line of
 20 Mbit/s up, 100 Mbit/s down and 60 ms. Prints one JSON line for each case: `undisturbed`; `killed`, where the process gets a
 SIGKILL after three quarters of the steps; `disk lost`, where its files go too. `state_bytes` are those of both directions beside
 batches and the state that is left at the end, `of_60_MB` their part of what 60 MB for 124 million parameters are for this model.
-A small model's control messages (`control_bytes`, about 300 bytes a step whatever the model) are shown apart.
+A small model's control messages (`control_bytes`, about 300 bytes a step whatever the model) are shown apart. `--table` and
+`--row-s` are those of `home_link`: many parameters that cost little to compute, and steps that sleep as on a slower device.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from guava_nb import DistributedConfig, Orchestrator
 from guava_nb.processes.local_workers import WorkerHandle, launch
-from tests.benchmarks.home_link import CELL, DOWN_BYTES_S, ROUND_TRIP_S, UP_BYTES_S, rows_of_text
+from tests.benchmarks.home_link import CELL, DOWN_BYTES_S, ROUND_TRIP_S, UP_BYTES_S, num_parameters, rows_of_text
 from tests.support.relay import Relay
 
 BATCH, REACH_BYTES, OF_PARAMETERS = 4, 60e6, 124e6
@@ -45,12 +47,12 @@ def case(name: str, args: argparse.Namespace) -> dict[str, Any]:
         handle = launch(code.with_address("127.0.0.1", line.port), "cpu", "home", 1)
         try:
             orchestrator.wait_for_workers(timeout=120)
-            orchestrator.share(CELL, "gpt")
-            orchestrator.register_model("ByteGPT", {"width": args.width, "layers": args.layers})
+            orchestrator.share(f"{CELL}\nROW_S = {args.row_s}\n", "gpt")
+            orchestrator.register_model("ByteGPT", {"width": args.width, "layers": args.layers, "table": args.table})
             data = DataLoader(rows_of_text(args.steps * BATCH, 20), batch_size=BATCH)
             run = orchestrator.start_training(
-                data, step="language_step", optimizer="AdamW", optimizer_args={"lr": 1e-3}, progress=False, threads=1,
-                check="off", seed=1, detach=True,
+                data, step="language_step", optimizer=args.optimizer, optimizer_args={"lr": args.lr}, progress=False,
+                threads=1, check="off", seed=1, detach=True,
             )  # fmt: skip
             while len(run.history) < args.steps * 3 // 4 and not run.done:
                 time.sleep(0.5)
@@ -59,20 +61,20 @@ def case(name: str, args: argparse.Namespace) -> dict[str, Any]:
             if name != "undisturbed":
                 handle = _strike(name, handle, home, code.with_address("127.0.0.1", line.port))
             run.result()
-            wire, steps = run.wire, len(run.history)
-            parameters = sum(one.numel() for one in run.model().parameters())
+            wire, steps, parameters = run.wire, len(run.history), num_parameters(args)
             state = wire.parameter_bytes or 0
             share = state / (REACH_BYTES * parameters / OF_PARAMETERS)
             return {
                 "benchmark": "thin_line", "case": name, "parameters": parameters, "steps": steps,
                 "seconds": round(run.history[-1]["seconds"], 1), "state_bytes": state, "of_60_MB": round(share, 3),
-                "exact_state_bytes": 12 * parameters, "control_bytes": wire.control_bytes,
+                "exact_state_bytes": (12 if args.optimizer == "AdamW" else 4) * parameters, "control_bytes": wire.control_bytes,
                 "all_bytes": wire.out_bytes + wire.in_bytes, "sample_bytes": wire.sample_bytes,
                 "most_at_risk_killed_s": _most(one for one, _ in seen), "most_at_risk_s": _most(one for _, one in seen),
                 "losses": run.losses, "approximate": run.approximate,
                 "train_loss": round(sum(one["loss"] for one in run.history[-50:]) / 50, 4),
             }  # fmt: skip
         finally:
+            handle.kill()  # politely it would hand its state over, over its line
             handle.close()
             line.__exit__()
             shutil.rmtree(home, ignore_errors=True)
@@ -98,6 +100,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--table", type=int, default=0)
+    parser.add_argument("--optimizer", default="AdamW")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--row-s", type=float, default=0.0)
     parser.add_argument("--place", default="auto", choices=("auto", "worker", "orchestrator"))
     parser.add_argument("--cases", nargs="+", default=["undisturbed", "killed", "disk lost"])
     args = parser.parse_args()

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.errors import NotFinite
 from guava_nb.protocol.messages import Factory, GradientBucket, Message, RoundSpec, ShardReport, StepApplied
+from guava_nb.sync.handover import fetch_between_runs
 from guava_nb.training import checkpoint
 from guava_nb.training.initial_state import from_checkpoint
 from guava_nb.training.run import Run
@@ -237,6 +238,45 @@ def test_an_interrupt_stops_at_a_round_and_the_next_run_goes_on(cluster: Cluster
     again.start()
     finish(again.run)
     assert_by_hand(again.run, workers)
+
+
+def test_a_round_that_is_given_up_in_its_midst_begins_again_from_its_start_bit_for_bit(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Both are cut off when the second one has sent its way and not reported; what they did of the round is undone."""
+    run_spec, holder = replace(STATELESS, lockstep=True), list[Any]()
+
+    def cut(worker: DirectWorker) -> None:
+        for one in workers:
+            one.go_away()
+        holder[0].interrupt()
+
+    hook = once_after(5, ShardReport, cut)  # in the second epoch
+    workers = start(cluster, [None, hook])
+    job = job_for(cluster, run_spec, plan_for(loader(101, 16), 3, sync_every=3, interrupt_grace_s=0.1))
+    holder.append(job)
+    job.start()
+    assert job.run.wait(30) and job.run.state == "stopped" and hook.fired
+    assert [record["round"] for record in job.run.history] == [1, 2, 3, 4]
+    for one in workers:
+        one.come_back()
+    path, step = tmp_path / "stopped.pt", job.replica_set.step
+    checkpoint.write(path, fetch_between_runs(job.replica_set, cluster, 20), step, job.where(step), run_spec)
+
+    undisturbed = make_cluster()
+    start(undisturbed, [None, None])
+    whole = job_for(undisturbed, run_spec, plan_for(loader(101, 16), 3, sync_every=3))
+    whole.start()
+    finish(whole.run)
+    plan = plan_for(loader(101, 16), 3, sync_every=3)
+    again = job_for(cluster, run_spec, plan, "run-2")
+    from_checkpoint(again.replica_set, plan, path, checkpoint.read(path))
+    again = type(again)(again.replica_set, plan, cluster, job.run.model)
+    again.start()
+    finish(again.run)
+    assert [losses_of(one) for one in (job.run, again.run)] == [losses_of(whole.run)[:4], losses_of(whole.run)[4:]]
+    assert difference(again.replica_set.master.model, whole.replica_set.master.model) == 0.0
+    undisturbed.close()
 
 
 @pytest.mark.parametrize(("workers", "run_spec"), [(1, ADAM), (2, STATELESS)])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import random
 import socket
 import struct
 import threading
@@ -33,11 +34,13 @@ class Way:
     Args:
         rate_bytes_s: None is as fast as it gets.
         delay_s: from one end to the other.
+        jitter_s: by so much longer at most a piece takes, each by chance; none overtakes another.
     """
 
-    def __init__(self, rate_bytes_s: float | None, delay_s: float) -> None:
-        self.rate_bytes_s, self.delay_s = rate_bytes_s, delay_s
-        self._free_at = 0.0
+    def __init__(self, rate_bytes_s: float | None, delay_s: float, jitter_s: float = 0.0) -> None:
+        self.rate_bytes_s, self.delay_s, self.jitter_s = rate_bytes_s, delay_s, jitter_s
+        self._free_at = self._last = 0.0
+        self._random = random.Random(1)
         self._lock = threading.Lock()
 
     @property
@@ -49,13 +52,14 @@ class Way:
     def pieces_held(self) -> int:
         """Pieces under way and in the queue before it, at most."""
         rate = self.rate_bytes_s or 1e9
-        return max(4, int((BUFFER_S + self.delay_s) * rate / self.piece_bytes))
+        return max(4, int((BUFFER_S + self.delay_s + self.jitter_s) * rate / self.piece_bytes))
 
     def arrival(self, num_bytes: int, now: float) -> float:
         """Book so many bytes; returns when the last of them arrives (the clock of `now`)."""
         with self._lock:
             self._free_at = max(self._free_at, now) + num_bytes / (self.rate_bytes_s or float("inf"))
-            return self._free_at + self.delay_s
+            self._last = max(self._last, self._free_at + self.delay_s + self._random.uniform(0.0, self.jitter_s))
+            return self._last
 
 
 class Link:
@@ -169,6 +173,7 @@ class Relay:
         rate_bytes_s: of each direction, all links together; None is as fast as it gets.
         down_bytes_s: of the way down where that is another; as a home line has.
         round_trip_s: there and back; half of it each way.
+        jitter_s: by so much longer the way there and back takes at most, half of it each way.
         resets: cuts by `plans` reset, so that what waits in the receiver's system is lost.
 
     Attributes:
@@ -183,12 +188,13 @@ class Relay:
         rate_bytes_s: float | None = None,
         down_bytes_s: float | None = None,
         round_trip_s: float = 0.0,
+        jitter_s: float = 0.0,
         resets: bool = False,
     ) -> None:
         self._resets = resets
         self.target = (host, target_port)
         rates = {UP: rate_bytes_s, DOWN: down_bytes_s or rate_bytes_s}
-        self._ways = {way: Way(rate, round_trip_s / 2) for way, rate in rates.items()}
+        self._ways = {way: Way(rate, round_trip_s / 2, jitter_s / 2) for way, rate in rates.items()}
         self._small_buffers = rate_bytes_s is not None
         self.links: list[Link] = []
         self.accepting, self.source = True, "127.0.0.1"

@@ -206,7 +206,7 @@ class SnapshotsAtWorker:
         is_wanted = self.is_forced or (by_time and self._plan.snapshot_place == "auto")
         if self._refused or not is_wanted or not self._replica_set.elastic:
             return False
-        if spec.parallel is not None or spec.rounds is not None or spec.optimizer_site != "workers":
+        if spec.parallel is not None or spec.optimizer_site != "workers":
             return False
         return len(holders) == 1 and not any(members[rank].hello.own for rank in holders)
 

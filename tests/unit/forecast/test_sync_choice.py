@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,6 +37,18 @@ works = st.builds(
 )
 teams = st.lists(
     st.builds(WorkerPace, st.just("w"), st.floats(1e-2, 1e6), rates, rates, st.floats(0, 1)), min_size=2, max_size=6
+)
+#: Rounds may end with other messages than a step: shorter ones, or longer ones where many workers forward theirs.
+exchange_bytes = st.floats(1, 1e10)
+other_exchanges = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries(
+        {
+            "round_up_bytes": exchange_bytes,
+            "round_down_bytes": exchange_bytes,
+            "density": st.sampled_from([None, 1 / 64]),
+        }
+    ),
 )
 
 
@@ -91,9 +104,25 @@ def test_exactness_is_given_up_only_for_a_line_that_takes_a_quarter_and_for_roun
         assert "not the numbers of plain PyTorch" in choice.sentence
 
 
-@given(works, teams, st.sampled_from([1, 3, 30]))
-def test_who_chose_by_himself_is_told_of_the_same(work: SyncWork, paces: list[WorkerPace], every: int) -> None:
-    choice = choose_sync(work, paces, asked=every)
+@given(works, other_exchanges, teams, st.booleans())
+def test_no_choice_takes_more_hours_than_step_sync_or_a_quarter_more_than_the_fastest_way(
+    work: SyncWork, exchanges: dict[str, Any], paces: list[WorkerPace], measured: bool
+) -> None:
+    choice = choose_sync(replace(work, **exchanges), paces, measured=measured)
+    _, step, *rounds = choice.ways
+    assert choice.chosen is not None and choice.chosen.seconds <= step.seconds * (1 + 1e-9)
+    if choice.chosen.run_s is not None and step.run_s is not None:
+        assert choice.chosen.run_s <= step.run_s * (1 + 1e-9)
+    # Where rounds are dealt by pace and the line is fast, step sync may be the slower one: exactness is given up for lines only.
+    if not (measured and choice.sync == "step"):
+        assert choice.chosen.seconds <= 1.25 * min(way.seconds for way in (step, *rounds)) * (1 + 1e-9)
+
+
+@given(works, other_exchanges, teams, st.sampled_from([1, 3, 30]))
+def test_who_chose_by_himself_is_told_of_the_same(
+    work: SyncWork, exchanges: dict[str, Any], paces: list[WorkerPace], every: int
+) -> None:
+    choice = choose_sync(replace(work, **exchanges), paces, asked=every)
     assert choice.sync_every == every and choice.chosen is not None
     assert bool(choice.warning) == (choice.chosen.seconds > choice.ways[0].seconds)
 
@@ -205,3 +234,39 @@ def test_of_an_exchange_only_what_the_steps_of_a_delay_do_not_cover_is_waited_fo
         assert way.seconds == pytest.approx(0.2 + waited_s / 30 + (exchange_s - waited_s) / 3000)
     step = [choose_sync(replace(WORK, sync_delay=d), home(), asked=30).ways[1] for d in (0, 29)]
     assert step[0] == step[1]  # with an exchange in every step there is nothing to go on with
+
+
+def played_s(work: SyncWork, paces: list[WorkerPace], every: int, delay: int, rounds: int) -> float:
+    """Seconds of an epoch of so many rounds, played bucket by bucket: each worker takes its steps and waits where it must."""
+    up_bytes, down_bytes = work.exchanged(every)
+    count, workers = work.buckets, range(len(paces))
+    total = sum(pace.share for pace in paces)
+    step_s = [work.samples * pace.share / total / (pace.samples_s or 1) for pace in paces]
+    ended, came = [0.0 for _ in workers], [0.0 for _ in workers]
+    for number in range(rounds):
+        early = min(delay, every - 1) if number else 0  # steps that are taken before the last round's sum is needed
+        for one in workers:
+            ended[one] = max(ended[one] + early * step_s[one], came[one]) + (every - early) * step_s[one]
+        down_at = [0.0 for _ in workers]
+        for bucket in range(1, count + 1):
+            up_at = max(
+                ended[one] + up_bytes / (paces[one].up_bytes_s or 1) * bucket / count + paces[one].round_trip_s / 2
+                for one in workers
+            )
+            for one in workers:
+                down_at[one] = max(down_at[one], up_at) + down_bytes / (paces[one].down_bytes_s or 1) / count
+        came = [at + pace.round_trip_s / 2 for at, pace in zip(down_at, paces, strict=True)]
+    return max(came)  # an epoch ends with all of it
+
+
+@given(works, other_exchanges, teams, st.sampled_from(ROUNDS), st.integers(1, 8), st.integers(0, 70))
+def test_what_is_told_is_what_an_epoch_takes_that_is_played_bucket_by_bucket(
+    work: SyncWork, exchanges: dict[str, Any], paces: list[WorkerPace], every: int, rounds: int, delay: int
+) -> None:
+    steps = every * rounds
+    work = replace(work, **exchanges, sample_bytes=0.0, steps=steps, steps_per_epoch=steps, sync_delay=delay)
+    # Unlike workers: the slowest steps may be those of one and the slowest line another's, and the sum of both is told.
+    for team, most in (([paces[0]] * len(paces), 1.0), (paces, 2.0)):
+        told = next(way for way in choose_sync(work, team, asked=every).ways if way.every == every)
+        takes_s = played_s(work, team, every, told.sync_delay, rounds)
+        assert told.run_s is not None and takes_s / (1 + 1e-9) <= told.run_s <= most * takes_s * (1 + 1e-9)

@@ -26,13 +26,22 @@ def test_an_idle_link_has_saved_nothing_up(pieces: list[int], rate: float, delay
         assert way.arrival(piece, now) == pytest.approx(now + piece / rate + delay_s, rel=1e-9)
 
 
-@given(st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0, 1)), min_size=2), st.floats(1e3, 1e9))
-def test_order_is_kept(handed_in: list[tuple[int, float]], rate: float) -> None:
-    way, now, arrivals = Way(rate, 0.05), 0.0, []
+@given(st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0, 1)), min_size=2), st.floats(1e3, 1e9), st.floats(0, 1))
+def test_order_is_kept_and_jitter_is_within_its_bound(
+    handed_in: list[tuple[int, float]], rate: float, jitter_s: float
+) -> None:
+    way, steady, now, arrivals = Way(rate, 0.05, jitter_s), Way(rate, 0.05), 0.0, []
     for piece, later in handed_in:
         now += later
         arrivals.append(way.arrival(piece, now))
+        assert -1e-9 <= arrivals[-1] - steady.arrival(piece, now) <= jitter_s + 1e-9  # it takes nothing of the rate
     assert arrivals == sorted(arrivals)
+
+
+def test_an_idle_line_s_delays_differ_by_its_jitter() -> None:
+    way = Way(None, 0.03, 0.01)
+    delays = [way.arrival(1, float(now)) - now for now in range(200)]
+    assert 0.03 <= min(delays) < 0.031 and 0.039 < max(delays) <= 0.04
 
 
 def test_without_a_rate_only_the_delay_counts() -> None:

@@ -1,0 +1,34 @@
+"""What sync="auto" asks workers before it chooses, where their lines break. Without a network."""
+
+from __future__ import annotations
+
+import threading
+
+from tests.support.direct import DirectWorker
+from tests.support.session import direct_session
+from tests.support.training import loader
+
+CELL = """
+from torch import nn
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(10, 4)
+"""
+
+
+def test_a_worker_that_is_away_for_a_moment_is_waited_for_and_counts() -> None:
+    with direct_session(1) as session:
+        assert session._cluster is not None
+        away = DirectWorker(session._cluster, "away").start()
+        session._cluster.wait_for(2, 10)
+        session.share(CELL, "net")
+        session.register_model("Net")
+        away.go_away()
+        threading.Timer(0.3, away.come_back).start()
+        made = session.forecast(
+            loader(), None, 1, criterion="CrossEntropyLoss", optimizer="SGD", precision="fp64", sync="auto"
+        )
+    assert made.sync is not None and made.workers == 2
+    assert "only one worker" not in made.sync.sentence
+    assert "how fast its line is at w0 is not known; how fast its line is at away is not known" in made.sync.sentence
