@@ -353,3 +353,5 @@ def test_replicas_of_parts_give_no_gradient_to_what_none_of_them_used(
     text = run.export(tmp_path / "train.py").read_text()
     assert "dist.all_reduce(used, group" in text if not is_used else "used = " not in text
     assert 'group=mesh["dp"].get_group()' in text and "parameter.grad = gradient" in text
+    code = [line for line in text.splitlines() if not line.strip().startswith(('"""', "#"))]
+    assert [line for line in code if len(line) > 120] == [], "ruff would set it otherwise"
