@@ -216,7 +216,7 @@ def axes_at(value: Any, marks: bytes) -> dict[Path, int]:
 
 
 def axes_by_length(rows: int) -> AxisOf:
-    """Return the guess for a value that nobody has read: what has `rows` entries has one per sample.
+    """Return the guess for a value that was not read: what has `rows` entries has one per sample.
 
     A list of `rows` elements may as well be one of fields: it is, when the tensors in it all have `rows` entries.
     """

@@ -35,7 +35,7 @@ NEW_CODE_NEEDED = "a new join code may be needed"
 class WireBytes:
     """Bytes that crossed the wire, seen from the orchestrator, headers included, before encryption.
 
-    `gradient_bytes` and `activation_bytes` are None where workers exchange them directly: nobody counts them there.
+    `gradient_bytes` and `activation_bytes` are None where workers exchange them directly: they are not counted there.
     """
 
     out_bytes: int = 0

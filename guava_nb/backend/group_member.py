@@ -229,7 +229,7 @@ class GroupMember:
             if inbound is not None:
                 error = None  # it came before the group broke
                 problem = self._match(wanted, inbound)
-            elif error is None and self._nobody_left(source):
+            elif error is None and self._all_left(source):
                 error = CollectiveError(f"receive: {self._sender(source)} has left group {self.name!r}")
             elif error is None:
                 self._receives.append(wanted)
@@ -242,7 +242,7 @@ class GroupMember:
     def _sender(self, source: int) -> str:
         return "every other rank" if source < 0 else self.who(source)
 
-    def _nobody_left(self, source: int) -> bool:
+    def _all_left(self, source: int) -> bool:
         return source in self._left if source >= 0 else len(self._left) >= self.size - 1 > 0
 
     def _first_inbound(self, wanted: Receive) -> Inbound | None:
@@ -352,7 +352,7 @@ class GroupMember:
     def _on_left(self, rank: int) -> None:
         with self._lock:
             self._left.add(rank)
-            gone = [r for r in self._receives if r.source == rank or self._nobody_left(r.source)]
+            gone = [r for r in self._receives if r.source == rank or self._all_left(r.source)]
             self._receives = [r for r in self._receives if r not in gone]
         for receive in gone:
             receive.operation.end(CollectiveError(f"receive: {self.who(rank)} has left group {self.name!r}"))

@@ -92,7 +92,7 @@ class Operation:
         slots: what comes in, by source; -1 is a sum made by the hub.
         reduce: name of the reduction for what goes out; "" passes it on.
         confirm: the caller's own memory goes out, and nothing that comes back shows that the hub has it.
-        finish: called once everything is here, before anybody is woken.
+        finish: called once everything is here, before a waiting thread is woken.
         source: rank whose tensor a receive got; -1 before.
         sequence: given by the group.
     """

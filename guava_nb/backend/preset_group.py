@@ -4,7 +4,7 @@
         ...  # the program's own init_process_group("nccl") gets this group
 
 The group exists before the program's first line, so that ranks that do not come, or do not fit, are told in one sentence
-and not from the depths of somebody's script.
+and not from the depths of the user's script.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class DemoOptions:
         precision: "fp32" or "fp64".
         check: also train plain PyTorch and compare.
         sync: "step", or "local" for rounds of `sync_every` local steps.
-        outer: how the workers' ways of such a round become new weights.
+        outer: how the workers' pseudo-gradients of a round become new weights.
         sync_delay: local steps that workers go on with while these travel.
         device: of the workers; "auto" gives GPUs to as many as there are. To start CUDA and its libraries takes longer than the
             training of this small model.

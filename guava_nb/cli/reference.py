@@ -76,7 +76,7 @@ def train_plain(model: nn.Module, loader: Batches, num_epochs: int, learning_rat
 
 
 class OuterLoop:
-    """The end of a round, as the papers have it: the model's parameters and what each worker's way was become new ones."""
+    """The end of a round, as the papers have it: the model's parameters and each worker's pseudo-gradient become new ones."""
 
     def __init__(self, model: nn.Module, method: str, workers: int) -> None:
         """Prepare for "average" (arXiv 1805.09767), "nesterov" (2311.08105), "sparse" (SparseLoCo, 2508.15706), or "partial"."""
@@ -106,7 +106,7 @@ class OuterLoop:
         self._optimizer.step()
         for worker, one in enumerate(replicas):
             one.load_state_dict(self._model.state_dict())
-            if self._method == "partial":  # each goes on with what it did not send of its own way
+            if self._method == "partial":  # each goes on with what it did not send of its pseudo-gradient
                 _put(one, _flat(one) - self._owed[worker])
 
     def _mean_of_senders(self, ways: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -84,8 +84,7 @@ def _serve(path: Path, lan: bool, port: int) -> int:
     print(f"The session is shown at {page.address(lan_address() if lan else '127.0.0.1')}", flush=True)
     if lan:
         print(
-            "Everybody who has this address sees the session, never the join code, and can change nothing.",
-            flush=True,
+            "Anyone who has this address sees the session, but not the join code, and can change nothing.", flush=True
         )
     print("Ctrl-C ends the page, and nothing else.", flush=True)
     with contextlib.suppress(KeyboardInterrupt):

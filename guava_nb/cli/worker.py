@@ -285,5 +285,5 @@ def ask_for_code() -> str:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # whoever read it is gone; the work goes on
+    with contextlib.suppress(OSError, ValueError):  # the reader is gone; the work goes on
         print(line, flush=True)

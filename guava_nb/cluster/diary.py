@@ -1,4 +1,4 @@
-"""What happened in a session that nobody watched, line by line in a file that stays: who came and went, what it cost."""
+"""What happened in a session while no one watched, line by line in a file that stays: who came and went, what it cost."""
 
 from __future__ import annotations
 

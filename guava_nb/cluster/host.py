@@ -347,7 +347,7 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
         gc.collect()
 
     def __del__(self) -> None:
-        """Close a session that nobody refers to any more, as a file is; aside, because any thread may come by here."""
+        """Close a session to which no reference is left, as a file is; aside, because any thread may come by here."""
         if getattr(self, "_cluster", None) is None or self._is_copy or sys.is_finalizing():
             return
         warnings.warn(f"the session {self.diary.session} was dropped without close()", ResourceWarning, stacklevel=2)

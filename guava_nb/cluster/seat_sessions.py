@@ -1,6 +1,6 @@
 """The sessions of all seats, and what is left of those that are over: who they were and their bytes. Thread-safe.
 
-A session holds queues, windows and meters: some 30 KB. Whoever has the join code may come and go all night, so a session
+A session holds queues, windows and meters: some 30 KB. A holder of the join code may come and go all night, so a session
 that is over is not kept for its figures.
 """
 
@@ -104,7 +104,7 @@ class SeatSessions:
                 self._over.take(session)
 
     def forget(self, rank: int) -> None:
-        """Nobody asks for this seat any more; its bytes stay in the sum."""
+        """This seat is not asked for any more; its bytes stay in the sum."""
         with self._access:
             seat = self._seats.pop(rank, _Seat())
             for session_id, _ in seat.known:

@@ -150,7 +150,7 @@ class SessionFile:
 
 
 def is_locked_here(file: IO[bytes]) -> bool:
-    """Lock a file for this process and not for its children; returns whether nobody else has.
+    """Lock a file for this process and not for its children; returns whether no other process has.
 
     Raises:
         OSError: files cannot be locked there, as on some network drives.

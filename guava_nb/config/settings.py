@@ -35,7 +35,7 @@ class DistributedConfig:
         max_grad_norm (None): global L2 norm to clip gradients to; None and 0 do not clip, like a plain PyTorch loop.
         accumulation_steps (1): loader batches per optimizer step.
         precision ("fp32"): "fp32", "fp64", or autocast to "bf16" or "fp16" (with a global loss scaler); "auto" takes bf16 where
-        the card of every worker computes it by itself, else fp32.
+        the device of every worker computes it by itself, else fp32.
         use_amp (False): with precision "fp32" the same as precision "fp16". See `effective_precision`.
         optimizer_site ("workers"): who keeps the optimizer: every worker, or the "orchestrator" with the master copy.
         scheduler_interval ("step"): the scheduler ticks per optimizer "step", per "epoch" or per "validation".

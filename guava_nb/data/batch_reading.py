@@ -80,7 +80,7 @@ class BatchReading:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every part with entries is cut along its first axis, as anybody would expect."""
+        """Whether every part with entries is cut along its first axis, as a user would expect."""
         return all(self._axes[path] == 0 for path in self._shapes)
 
     def on_second_axis(self, batch: Any) -> str:

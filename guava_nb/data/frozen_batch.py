@@ -1,4 +1,4 @@
-"""A batch that nobody changes any more: loaders of the user's own may fill the same memory again and again."""
+"""A batch that does not change any more: loaders of the user's own may fill the same memory again and again."""
 
 from __future__ import annotations
 

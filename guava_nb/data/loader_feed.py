@@ -117,7 +117,7 @@ class LoaderFeed:
 
     @property
     def skipped_samples(self) -> int | None:
-        """Samples in the batches that the last walk skipped; None where these are not loaded and nobody counts them."""
+        """Samples in the batches that the last walk skipped; None where these are not loaded and so not counted."""
         return self._source.skipped
 
     def epoch(self, skip_batches: int | None = None) -> Iterator[LoadedBatch]:
@@ -186,14 +186,14 @@ class LoaderFeed:
         begun = f"epoch {epoch + 1} {f'went on after batch {skip}' if skip else 'began'}, and its loader draws random numbers"
         if source.in_process:
             return (
-                f"{begun} (augmentation, say), whose place in their streams is unknown: from there on they are others than "
-                "in an undisturbed run, and so is the order of the samples in later epochs, unless it has its own generator. "
+                f"{begun} (augmentation, say), whose place in their streams is unknown: from there on they differ from those "
+                "of an undisturbed run, and so does the order of the samples in later epochs, unless it has its own generator. "
                 "A checkpoint goes on exactly"
             )
         until, without = ("the run", " without persistent_workers") if lasts else ("that epoch", "")
         return (
-            f"{begun} (augmentation, say) in processes of its own, which began anew: to the end of {until} they are others than "
-            "in an undisturbed run; the order of the samples is the same. A checkpoint of an epoch's end goes on exactly"
+            f"{begun} (augmentation, say) in processes of its own, which began anew: to the end of {until} they differ from "
+            "those of an undisturbed run; the order of the samples is the same. A checkpoint of an epoch's end goes on exactly"
             f"{without}, and with num_workers=0 any does"
         )
 

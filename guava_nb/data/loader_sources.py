@@ -80,7 +80,7 @@ class Source:
         drew: whether a loader process told that it draws random numbers.
         stacks: whether torch's own collate function makes the batches.
         reading: reads them; its owner may put another one here.
-        skipped: samples in the batches that the last walk skipped; None where these are not loaded and nobody counts them.
+        skipped: samples in the batches that the last walk skipped; None where these are not loaded and so not counted.
     """
 
     in_process = loads_skipped = True
@@ -90,7 +90,7 @@ class Source:
     def __init__(self, theirs: Any) -> None:
         self._theirs = theirs
         self._walked: Any = theirs
-        #: Whether batches lie in memory that nobody fills again: loading goes on while they wait to be sent.
+        #: Whether batches lie in memory that the loader does not fill again: loading goes on while they wait to be sent.
         self._is_kept = isinstance(theirs, list | tuple)
         self._random_parts = {"loader": theirs}
         self._epoch_parts = [theirs]

@@ -1,7 +1,7 @@
 """Rows of a batch as entries of their own: told apart, named by their content, and put together again.
 
 Both ends of a row cache use this: one takes a batch apart and sends some of its rows, the other makes entries of what
-came and builds the whole batch. Knows batches and bytes; knows no worker, and nobody who keeps entries.
+came and builds the whole batch. Knows batches and bytes; knows neither workers nor stores of entries.
 
 An entry is a 16-byte signature (what the leaves are), then for every leaf the row's bytes: of a tensor or array its
 elements in row-major order, of a list a length (4 bytes, little endian) and the packed element. Its key is BLAKE2b of it.

@@ -156,7 +156,7 @@ def number_reader(kind: str, missing: float | None, decimal: str = ".") -> Calla
 
     def read(text: str) -> Any:
         try:
-            if "_" in text:  # Python's spelling of numbers, and nobody else's
+            if "_" in text:  # only Python spells numbers so
                 raise ValueError
             value = convert(_pointed(text, decimal))
         except ValueError:

@@ -39,7 +39,7 @@ def metric_specs(metrics: Metrics | None, shared: ModuleType | None) -> tuple[Me
     specs: list[MetricSpec] = []
     for name, metric in _named(metrics):
         if name in _TAKEN or any(spec.name == name for spec in specs):
-            what = "is there anyway" if name in _TAKEN else "is given twice"
+            what = "is measured in any case" if name in _TAKEN else "is given twice"
             raise ConfigError(f'metric {name!r} {what}; name it otherwise: metrics={{"my_{name}": ...}}')
         specs.append(MetricSpec(name, _factory(name, metric, shared)))
     merges_for(specs, shared)

@@ -143,14 +143,14 @@ def _kind_of_function(name: str, cells: Sequence[Cell], history: Sequence[Mappin
         if _follows_rows(history):
             return "mean"
         raise ConfigError(
-            f"what {name!r} returns cannot be seen, a mean or a sum with its count, and the program adds up one otherwise than "
-            "the other: share the function in a %%guava_share cell"
+            f"whether {name!r} returns a mean or a sum with its count cannot be seen, and a program adds these up in different "
+            "ways: share the function in a %%guava_share cell"
         )
     kinds = {_kind_of_value(node.value, definition) for node in ast.walk(definition) if isinstance(node, ast.Return)}
     if len(kinds) != 1:
         raise ConfigError(
-            f"{name!r} returns now a mean and now a sum with its count, and the program adds up one otherwise than the other: "
-            "let it return one of them"
+            f"{name!r} returns sometimes a mean and sometimes a sum with its count, and a program adds these up in different "
+            "ways: let it always return the same one"
         )
     (kind,) = kinds
     if kind == "mean" and history and not _follows_rows(history):

@@ -55,6 +55,11 @@ def program_text(
     return _Program(facts, history, form, path, data).render()
 
 
+def _sums_replicas(shape: ParallelSpec) -> bool:
+    """Whether a program adds up gradients by itself: neither DistributedDataParallel nor FSDP2 wraps the model."""
+    return shape.dp > 1 and shape.zero_stage < 2 and (shape.pp > 1 or shape.tp > 1)
+
+
 class _Program:
     def __init__(
         self, facts: ExportFacts, history: Sequence[Mapping[str, Any]], form: str, path: Path, data: Path | None
@@ -245,8 +250,9 @@ class _Program:
 
     @property
     def has_unused(self) -> bool:
-        """Whether DistributedDataParallel is to look for parameters without a gradient."""
-        return self.is_ddp and leaves_unused(self.model, self.spec, self.resolve, self.facts.loader.record.look)
+        """Whether what sums the replicas' gradients is to look for parameters without one."""
+        sums = self.is_ddp or _sums_replicas(self.shape)
+        return sums and leaves_unused(self.model, self.spec, self.resolve, self.facts.loader.record.look)
 
     # -------------------------------------------------------------------------------------------------------- the modes
 
@@ -365,7 +371,7 @@ class _Program:
             "constants": self.constants(), "dp": shape.dp > 1, "pp": shape.pp > 1, "tp": shape.tp > 1, "mesh": mesh,
             "ddp": self.is_ddp, "has_unused": self.has_unused, "fsdp": fsdp, "zero1": shape.zero_stage == 1 and shape.dp > 1,
             "dtensors": dtensors, "averages": self.is_ddp or fsdp,
-            "sums_replicas": shape.dp > 1 and not (self.is_ddp or fsdp),
+            "sums_replicas": _sums_replicas(shape),
             "fsdp_arguments": (', mesh=mesh["dp"]' if mesh else "")
             + (", reshard_after_forward=False" if shape.zero_stage == 2 else ""),
             "accumulate": facts.accumulation_steps > 1, "clip": spec.max_grad_norm is not None,

@@ -62,7 +62,7 @@ def _of_the_run(spec: RunSpec) -> Iterator[str]:
             "the same losses, or --zero 2 with --tp"
         )
     if parallel is not None and parallel.pp > 1 and (spec.augment is not None or spec.preprocess is not None):
-        yield "preprocess and augment see whole batches, and the stages of a pipeline see their ends only: let the data set do it"
+        yield "preprocess and augment need whole batches, and a stage has inputs or targets only: let the data set do it"
 
 
 def _of_the_optimizer(facts: ExportFacts) -> Iterator[str]:
@@ -93,7 +93,7 @@ def _of_the_form(facts: ExportFacts, form: str) -> Iterator[str]:
             "--form torch as it is"
         )
     if spec.precision == "fp16" and form == "fabric":
-        yield "fp16 in Lightning Fabric hides its loss scale, so a checkpoint could not be gone on from: use bf16"
+        yield "fp16 in Lightning Fabric hides its loss scale, so a run could not go on from a checkpoint: use bf16"
 
 
 def _of_the_data(facts: ExportFacts) -> Iterator[str]:
@@ -162,7 +162,7 @@ def notes_of(
         "The optimizer, which the run had at the orchestrator, is on every process here; the numbers are the "
         "same.": spec.optimizer_site == "orchestrator",
         f"The run gave each worker {threads} threads: set OMP_NUM_THREADS, which torchrun sets to 1.": threads > 1,
-        "Random numbers (dropout) on split layers and stages are others than in the run.": (
+        "Random numbers (dropout) on split layers and stages differ from those of the run.": (
             is_random and (shape.tp > 1 or shape.pp > 1)
         ),
         f"Left out, which the run had: {', '.join(facts.left_out)}.": facts.left_out,

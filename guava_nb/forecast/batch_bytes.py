@@ -179,7 +179,9 @@ def _travel(run: RunFacts, sizes: Sizes, validating: bool) -> tuple[float, ...]:
     if cache is None or rows is None or apart is None:
         return (1.0,)
     entry = round(sum(apart.sizes) / max(1, len(apart.sizes)))
-    if validating:  # a batch goes to whoever holds it, so nothing travels twice as long as the workers have room
+    if (
+        validating
+    ):  # a batch goes to the worker that holds it, so nothing travels twice as long as the workers have room
         fits = rows * cost_function(cache.mode)(entry) <= cache.budget_bytes * run.workers
         return (1.0, 0.0 if fits else 1.0)
     plan, weights = run.plan, run.plan.weights(range(run.workers))

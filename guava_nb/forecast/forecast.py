@@ -121,7 +121,7 @@ class Parts:
         return self.step + self.train.one_batch(0, rows / self.accumulation) * self.accumulation
 
     def epoch(self, number: int) -> Traffic | None:
-        """What an epoch takes, validation and snapshots included; None where nobody knows how long it is."""
+        """What an epoch takes, validation and snapshots included; None where its length is not known."""
         each, share = self.steps_per_epoch, self.epochs[number]
         total = self.train.part(number, share)
         if each is None or total is None:
@@ -161,7 +161,7 @@ class Parts:
         return tuple(epoch for number in range(len(self.epochs)) if (epoch := self.epoch(number)) is not None)
 
     def run(self) -> Traffic | None:
-        """What all of it takes; None where nobody knows how long an epoch is.
+        """What all of it takes; None where the length of an epoch is not known.
 
         Of a run of very many epochs, as one that is to be stopped by hand, those after the first ones count as the last of them.
         """
@@ -179,7 +179,7 @@ class Saving:
 
     what: str
     run_bytes: int
-    per_step: bool = False  # the bytes are those of a step: how long the run is, nobody knows
+    per_step: bool = False  # the bytes are those of a step: the length of the run is not known
 
 
 def seconds_for(traffic: Traffic, rates: tuple[float | None, float | None]) -> float | None:
@@ -198,7 +198,7 @@ class Forecast:
         mode, workers: of the run.
         steps: optimizer steps of the run; None where the loader has no length. steps_per_epoch likewise.
         start, step, validation, end, run: bytes before the first step, of a step, of a validation, of what comes back at
-            the end, of all; `run` is None where nobody knows how long an epoch is.
+            the end, of all; `run` is None where the length of an epoch is not known.
         epochs: of each epoch, validations and snapshots included.
         rates_bytes_s: measured on the lines out and in; None: not measured yet.
         encrypted: TLS adds about 0.2 %, which is not in these figures.
@@ -285,7 +285,7 @@ class Forecast:
         return said
 
     def _usual_times(self) -> str:
-        """Nobody knows the line: what it would be on two that are common."""
+        """The rate of the line is not known: the time on two common ones."""
         run = self.run
         if run is None:
             return "How fast the line is was not measured here: "

@@ -108,7 +108,7 @@ class _Spread:
             self.tied_bytes = sum((len(held.get(name, "1")) - 1) * _nbytes(p) for name, p in self.named.items())
 
     def batch(self, rows: float) -> Traffic:
-        """A loader batch, forward and backward; in a pipeline two numbers ahead tell everybody which shape it has."""
+        """A loader batch, forward and backward; in a pipeline two numbers ahead tell every rank which shape it has."""
         parts = self._micro_batches(rows)
         piped = self.stages.broadcast(16) + self.stages.all_of(self.passing, parts[0]) * len(parts)
         return piped * self._pipelines + self._summed(self.sums.trained, rows) + self._gathered(training=True)

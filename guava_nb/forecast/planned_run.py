@@ -113,7 +113,7 @@ class PlannedRun:
 
 
 def guessed_feeds(loaders: tuple[Any, Any], batch: str | None = None) -> tuple[LoaderFeed, LoaderFeed | None]:
-    """Return feeds to look at; of data that lies at the workers, ids of a batch, since nobody was asked how much there is.
+    """Return feeds to look at; of data that lies at the workers, ids of a batch, since no worker was asked how much it has.
 
     `batch` says how batches are read, as for `LoaderFeed`.
     """
@@ -254,7 +254,7 @@ def budget_of(limit: Limit, planned: PlannedRun) -> Budget:
     )
     budget = Budget(limit, costs)
     first = budget.batches_cost(run.train.groups[0]) if run.train.groups else 0.0
-    relayed = shape is None or shape.path == "relay"  # else nobody knows before the group is formed
+    relayed = shape is None or shape.path == "relay"  # else it is not known before the group is formed
     needed = costs.step + (costs.exchanged if relayed else 0.0) + first
     refuse_small(limit, parts.start.total_bytes, needed, costs.state, run.workers)
     return budget

@@ -1,4 +1,4 @@
-"""What passes between the parts of a model, found by running it here on a few rows: nothing is trained, nobody is asked."""
+"""What passes between the parts of a model, found by running it here on a few rows: nothing is trained, no worker is asked."""
 
 from __future__ import annotations
 

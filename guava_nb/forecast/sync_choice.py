@@ -69,7 +69,7 @@ class SyncWork:
         steps, steps_per_epoch: optimizer steps; a round ends with its epoch. None: not known.
         sync_delay: local steps of the next round that workers take while an exchange travels, where the user has chosen.
         round_up_bytes, round_down_bytes: as those of an exchange, where rounds of local steps end with another one.
-        density: part of the elements that such a round sends of each worker's way; None: all.
+        density: part of the elements of a pseudo-gradient that a round sends; None: all.
         round_wire: wire format of such a round; "" where it is not told.
     """
 
@@ -331,7 +331,7 @@ def _cost(chosen: Way, step: Way, lone: Way, paces: Sequence[WorkerPace], work: 
 
 
 def _sent(work: SyncWork, every: int) -> str:
-    """Say what it is worth that each worker's way does not travel as it is."""
+    """Say what it is worth that pseudo-gradients do not travel as they are."""
     density = work.density
     if density is None:
         return (

@@ -137,7 +137,7 @@ class KubernetesLauncher(Launcher):
 
 
 def _is_over(job: str) -> bool:
-    if not job.strip():  # somebody deleted it
+    if not job.strip():  # it was deleted by hand
         return True
     conditions = json.loads(job).get("status", {}).get("conditions") or []
     return any(one["type"] in ("Complete", "Failed") and one["status"] == "True" for one in conditions)

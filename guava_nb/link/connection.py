@@ -1,11 +1,11 @@
-"""One connection after its handshake: a thread that reads, a thread that writes, and nobody who waits for them.
+"""One connection after its handshake: a thread that reads, a thread that writes; no caller waits for them.
 
 Sending. A message queued by any thread goes out from that thread when it is small, nothing waits before it, and the
 stream takes it at once: no thread is woken for it. All else is sent by the writer, most urgent channel first, in frames
 of at most 1 MiB; a more urgent message goes between two frames of a long one. Who sends holds the claim (`_sending`),
 which is what a stream asks for: one sender at a time.
 
-Ending. Whoever notices first that it is over calls `abort`; the reader, woken by it, tells the session. So events come
+Ending. The first thread that notices that it is over calls `abort`; the reader, woken by it, tells the session. So events come
 from readers only, and never from a thread that merely wanted to send.
 """
 
@@ -313,7 +313,7 @@ class Connection:
 
     def _idle_s(self) -> float:
         next_at = self._last_sent + self._heartbeat_s
-        if self._sending:  # somebody sends from his own thread and wakes us if anything is left
+        if self._sending:  # a caller sends from its own thread and wakes us if anything is left
             next_at = time.monotonic() + self._heartbeat_s
         if self._lane.acks_due_at is not None:
             next_at = min(next_at, self._lane.acks_due_at)

@@ -21,7 +21,7 @@ class GracePeriod:
 
     Args:
         grace_s: for a session that breaks alone.
-        outage_s: for all of them, while nobody can come and once there is a new address; 0 where there is no tunnel, and
+        outage_s: for all of them, while no worker can come and once there is a new address; 0 where there is no tunnel, and
             then nothing but the grace counts.
     """
 
@@ -33,7 +33,7 @@ class GracePeriod:
         self._past = (float("-inf"), float("-inf"))  # who was lost before the first is kept until the second
 
     def went_down(self, now: float) -> None:
-        """The tunnel is down: nobody can come."""
+        """The tunnel is down: no worker can come."""
         with self._lock:
             self._down = True
             self._began = now if self._began is None else self._began

@@ -30,7 +30,7 @@ __all__ = ["SHARED_MEMORY", "Attachment", "Deadline", "attach", "prove", "receiv
 #: For payloads of all connections: with one for each, two hundred workers would pin two hundred times as much.
 SHARED_MEMORY = PayloadMemory(lock=threading.Lock())
 # A port that swallows what comes is told from one that answers after three tries of the system (0, 1 and 3 s): who waits for more
-# waits in vain, and a wrong code is to be answered within 5 s. Whoever set a longer patience has a line that needs it.
+# waits in vain, and a wrong code is to be answered within 5 s. A user who set a longer patience has a line that needs it.
 _TCP_S, _TCP_SHARE = 4.0, 0.4
 _BEGINNING_BYTES = 4  # enough to tell TLS, HTTP and our own proof apart; each of them begins with more
 

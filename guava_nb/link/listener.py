@@ -1,7 +1,7 @@
 """The side that is dialled: lets in who proves the join code, and keeps the sessions.
 
 One thread accepts and watches over deadlines; each newcomer gets one short-lived thread until it has proved itself and
-is attached to its session, or is refused. A refusal is counted, logged in one line, and hurts nobody else.
+is attached to its session, or is refused. A refusal is counted, logged in one line, and disturbs no other session.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Listener:
         on_event: gets the events of all sessions, from several threads.
         host: where to listen; loopback unless told otherwise.
         port: 0 lets the system choose.
-        tls: encrypt; without it, proof and identity hold but everybody on the way can read and change what passes.
+        tls: encrypt; without it, proof and identity hold but every machine on the way can read and change what passes.
         secret: 16 bytes; drawn when None.
         certificate: for TLS; made when None.
 
@@ -155,7 +155,7 @@ class Listener:
         host: where it listens.
         secret, certificate: by which it is known; None for the certificate without TLS.
         wheels: hands out the wheel of this package, once one is offered there.
-        patience: with sessions whose connections broke; whoever keeps the tunnel tells it of outages, then calls `look`.
+        patience: with sessions whose connections broke; the tunnel's keeper tells it of outages, then calls `look`.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class Listener:
         try:
             self._waker.send(b"\0")
         except OSError:
-            return  # full: it is awake already; closed: nobody to wake
+            return  # full: it is awake already; closed: no thread to wake
 
     # ---------------------------------------------------------------------------------------------- a newcomer's thread
 
@@ -428,7 +428,7 @@ class Listener:
         reason = next((name for kind, name in _REASONS if isinstance(problem, kind)), "refused")
         self._count_refusal(reason)
         peer = stream.peer if stream is not None else "a newcomer"
-        # Scanners, and tunnels that try whether their address is reached, connect and leave: nobody can do anything about it.
+        # Scanners, and tunnels that try whether their address is reached, connect and leave: the user can do nothing about it.
         tell = logger.debug if reason == "left" else self._log.warning
         tell("refused a connection from %s (%s): %s", peer, reason, problem)
 

@@ -108,7 +108,7 @@ class Delivery:
         while marks and marks[0].sequence <= sequence:
             mark = marks.popleft()
             arrived = max(arrived, mark.end)
-            if now_s > mark.began_s and not mark.coming_bytes:  # else nobody has said yet how long it became
+            if now_s > mark.began_s and not mark.coming_bytes:  # else its length is not known yet
                 self._messages.append(mark.nbytes / (now_s - mark.began_s))
         if arrived > self._arrived_bytes:
             self._windows.count(arrived - self._arrived_bytes, now_s)

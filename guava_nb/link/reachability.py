@@ -1,4 +1,4 @@
-"""Whether one machine can reach another: a listener that answers nobody but those who hold its secret, and the dialling.
+"""Whether one machine can reach another: a listener that answers only those who hold its secret, and the dialling.
 
 Nothing is kept: a connection is proved from both sides and closed.
 """
@@ -74,7 +74,7 @@ class ReachListener:
         self._sockets: list[socket.socket] = []
         self.addresses: tuple[ProbeAddress, ...] = ()
         for interface, address in interface_addresses(loopback):
-            with contextlib.suppress(ConfigError):  # an address that is not ready yet: nobody can be reached at it
+            with contextlib.suppress(ConfigError):  # an address that is not ready yet: it cannot be dialled
                 sock = listen(address)[0]
                 self._sockets.append(sock)
                 self.addresses += (ProbeAddress(interface, address, sock.getsockname()[1]),)
@@ -137,7 +137,7 @@ def dial_all(targets: Sequence[ProbeTarget], timeout_s: float) -> tuple[ProbeAns
 
 
 def _dial(secret: bytes, where: ProbeAddress, timeout_s: float) -> str:
-    """Return "" if whoever listens there holds the secret, else what was in the way."""
+    """Return "" if the listener there holds the secret, else what was in the way."""
     try:
         ipaddress.ip_address(where.address)  # a name would be looked up, in its own time
         stream = connect(where.address, where.port, timeout_s)

@@ -3,7 +3,7 @@
 States: "joining" until both lanes stood once, "open", "suspect" while a lane is broken, "closed". Changes of state and
 the events that tell of them happen under one lock (`_events`), so that they are told in the order in which they
 happened; under it a message is also judged and handed over, so that none of a replaced connection comes after one of
-its successor. Locks are taken in the order `_events`, lane; nobody who only wants to send takes `_events`.
+its successor. Locks are taken in the order `_events`, lane; a thread that only sends does not take `_events`.
 """
 
 from __future__ import annotations
@@ -405,10 +405,10 @@ class Session:
             self._teller = outer
 
     def _forget(self) -> None:
-        """The session is over: whoever keeps it may let it go."""
+        """The session is over: its keeper may let it go."""
 
     def _wake(self) -> None:
-        """Something changed that whoever watches over grace periods must look at."""
+        """Something changed that the watch over grace periods must look at."""
 
     def _standing(self) -> list[Connection]:
         return [lane.connection for lane in self._lanes.values() if lane.connection is not None]

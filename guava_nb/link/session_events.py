@@ -121,7 +121,7 @@ class SessionResumed:
 
 @dataclass(frozen=True)
 class SessionClosed:
-    """The session is over. `by_peer` tells who ended it; a grace period that ran out is nobody's wish: False."""
+    """The session is over. `by_peer` tells who ended it; a grace period that ran out counts as False."""
 
     session: SessionHandle
     cause: GuavaError
@@ -135,7 +135,7 @@ class MessageArrived:
         session: where it came.
         channel: its traffic class.
         message: the record.
-        payload: its bytes; valid as long as somebody holds the view or a slice of it. `b""` when there are none.
+        payload: its bytes; valid as long as the view or a slice of it is held. `b""` when there are none.
     """
 
     __slots__ = ("_consumed", "channel", "message", "payload", "session")
@@ -169,7 +169,7 @@ class MessageArrived:
 
 @dataclass(frozen=True)
 class VisitArrived:
-    """Somebody came with one message and left.
+    """A visitor came with one message and left.
 
     Attributes:
         session_id: the session of the visitor's identity, live or past; b"" when there was none.

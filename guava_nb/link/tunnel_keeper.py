@@ -1,6 +1,6 @@
 """Keeps a listener reachable through a tunnel: starts it, watches it, starts it again, tells when its address changed.
 
-The listener and its secret stay the same all the while, so whoever has joined keeps session and state and only has to
+The listener and its secret stay the same all the while, so a worker that has joined keeps session and state and only has to
 learn the new code. One thread watches; what it does when is decided by `Upkeep`, which is pure.
 """
 
@@ -133,7 +133,7 @@ class TunnelKeeper:
         return "" if self._tunnel is None else self._tunnel.note()
 
     def use(self, tunnel: Tunnel) -> JoinCode:
-        """Lead through this tunnel from now on; the code changes, whoever is here keeps seat and state. Returns the code.
+        """Lead through this tunnel from now on; the code changes, workers that are here keep seat and state. Returns the code.
 
         The one in use: starts it now if it is down.
 
@@ -202,7 +202,9 @@ class TunnelKeeper:
             with self._lock:
                 try:
                     self._look()
-                except Exception as problem:  # of a callback, or of another package's tunnel: whoever watches must live
+                except (
+                    Exception
+                ) as problem:  # of a callback, or of another package's tunnel: the watching thread must live
                     log.exception("while looking after the tunnel")
                     self._tell_fault(problem)
 
@@ -341,7 +343,7 @@ def bind_for(tunnel: Tunnel, config: DistributedConfig) -> str:
 
 
 def asked_here(ask: Callable[[], str] | None) -> Callable[[], str] | None:
-    """Ask only in the thread that this is called in; others get its last answer: nobody looks where they would ask."""
+    """Ask only in the thread that this is called in; others get its last answer: their question would not be seen."""
     if ask is None:
         return None
     here, answer = threading.get_ident(), ""

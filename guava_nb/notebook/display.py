@@ -54,7 +54,7 @@ def cell_number(shell: Any) -> int:
 
 
 def ask_hidden(question: str, shell: object) -> str:
-    """Ask for a secret: what is typed is kept in no cell, no history and no output. "" where nobody can be asked."""
+    """Ask for a secret: what is typed is kept in no cell, no history and no output. "" where there is no user to ask."""
     try:
         return getpass.getpass(question) if can_ask(shell) else ""
     except Exception:  # each front end that cannot ask says so in its own way

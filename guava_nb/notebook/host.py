@@ -13,7 +13,7 @@ def is_loopback(address: str) -> bool:
 
 
 def binder_rule(host: Host) -> str:
-    """What Binder lets through, for whoever wants to reach beyond it; an empty string elsewhere."""
+    """What Binder lets through, for a user who wants to reach beyond it; an empty string elsewhere."""
     if host is not Host.BINDER:
         return ""
     return (

@@ -179,7 +179,7 @@ class _Parser(argparse.ArgumentParser):
     """Ends nothing and prints nothing: a mistake is one line."""
 
     def error(self, message: str) -> NoReturn:
-        message = message.replace("expected one argument", "a value is missing behind it")
+        message = message.replace("expected one argument", "a value is missing after it")
         raise UsageError(redact(f"{self.prog}: {message} ({self.prog} -h explains)"))
 
 

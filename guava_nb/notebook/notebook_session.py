@@ -136,7 +136,7 @@ class NotebookSession:
 
     @property
     def reach_note(self) -> str:
-        """Who can use the join code, where that is not everybody; "" for nothing to say."""
+        """Which machines can use the join code, where not all can; "" for nothing to say."""
         return reach_note(self._orchestrator)
 
     def worker_code(self, words: list[str]) -> JoinCode:
@@ -167,7 +167,7 @@ class NotebookSession:
 
     @property
     def is_local_only(self) -> bool:
-        """Whether every worker that is here or expected was started here: then nobody needs the code."""
+        """Whether every worker that is here or expected was started here: then no one needs the code."""
         return self._local is not None and self._local.are_all and not self._orchestrator.status().tunnel
 
     def share(self, given_name: str | None, text: str | None, with_workers: bool = True) -> str:

@@ -90,7 +90,7 @@ class OwnWorker:
         """That of the worker that lives, else what is typed into a hidden prompt.
 
         Raises:
-            UsageError: nothing was typed, or nobody can be asked.
+            UsageError: nothing was typed, or there is no user to ask.
         """
         if self.lives and self._code is not None:
             return self._code.encode()

@@ -117,7 +117,7 @@ def start_worker(code: str, device: str, name: str | None) -> Any:
     """Start the worker of this notebook, if its session answers: a process takes seconds to load torch and to find out.
 
     Raises:
-        ClusterError: nobody listens there, or another session does.
+        ClusterError: no listener is there, or that of another session.
         GuavaError: as for `new_orchestrator`.
     """
     _check_whole()
@@ -339,7 +339,7 @@ class LocalWorkers:
 
     @property
     def are_all(self) -> bool:
-        """Whether every worker that is here or expected is one to start here, also if it died: then nobody needs the code."""
+        """Whether every worker that is here or expected is one to start here, also if it died: then no one needs the code."""
         return self._most >= max(1, self._orchestrator.expected_workers) and not self._others()
 
     def _others(self) -> list[str]:

@@ -32,11 +32,11 @@ def notes_on(replica_set: ReplicaSet, plan: TrainingPlan, asked_precision: str |
     Args:
         replica_set: at the state in which it begins.
         plan: of the run.
-        asked_precision: as the user gave it; "auto" was settled by the workers' cards.
+        asked_precision: as the user gave it; "auto" was settled by the workers' devices.
     """
     spec = replica_set.spec
     if asked_precision == "auto":
-        cards = "the card of every worker" if spec.precision == "bf16" else "not every worker has a card that"
+        cards = "the device of every worker" if spec.precision == "bf16" else "not every worker has a device that"
         yield f"precision auto: {spec.precision}, because {cards} computes bf16 by itself"
     steps = plan.steps_left(replica_set.step)
     done, every = replica_set.step + 1, plan.val_interval

@@ -53,7 +53,7 @@ class LeftState:
         who = " and ".join(holders)
         have = "has" if len(holders) == 1 else ("each have" if left.elastic else "together have")
         size = show_bytes(left.master.weights_bytes)
-        return f"{who} {have} {state} ({size} of weights), this machine has not yet: it comes in the background"
+        return f"{who} {have} {state} ({size} of weights), and this machine does not have it yet: it comes in the background"
 
     def bring_home(self, cluster: Cluster, patience_s: float) -> str:
         """The session ends: bring what is only at the workers here; an interrupt gives that up.

@@ -276,7 +276,7 @@ class Orchestrator(RunCheck, Generating, SessionHost):
         """
         if train_loader is None:
             raise ConfigError(
-                "forecast() needs the loader of the training: there is nothing to reckon with without data"
+                "forecast() needs the loader of the training: without data there is nothing to compute it from"
             )
         given = {"num_epochs": num_epochs, "val_interval": val_interval, **options}
         chosen = TrainingOptions.of("forecast", val_loader is not None, **given).settled(self.config)

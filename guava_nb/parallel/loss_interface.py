@@ -1,4 +1,4 @@
-"""What the parallel modes ask of a loss and tell about it; whoever brings a loss need not import torch's spreading.
+"""What the parallel modes ask of a loss and tell about it; a module that brings a loss need not import torch's spreading.
 
 A loss is always a sum with its true denominator: the mean over a global batch is the sum of sums over the sum of
 counts, however the batch was cut.
@@ -47,7 +47,7 @@ class Loss(Protocol):
     def scores(self) -> Tensor | None: ...  # noqa: D102
 
 
-#: Sees outputs, targets and rows, for whoever measures something beside the loss.
+#: Sees outputs, targets and rows, for code that measures something beside the loss.
 Observer = Callable[[Any, Any, int], None]
 
 
@@ -92,7 +92,7 @@ class Learning:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one batch gave on this rank. Tensors are read late, so that nobody waits for a device too early.
+    """What one batch gave on this rank. Tensors are read late, so that no thread waits for a device too early.
 
     Attributes:
         loss_sum: sum of the loss over the rows.

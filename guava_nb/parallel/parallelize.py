@@ -109,7 +109,7 @@ def _text(place: str, kind: type, name: str) -> str:
 
 # What a spread model looks like, in one sentence for people.
 
-#: How far above its fair share a stage may be before somebody should look at it.
+#: How far above its fair share a stage may be before the user is told.
 _UNEVEN = 1.7
 
 _WORDS = {
@@ -248,7 +248,7 @@ def _agree(plan: Plan, device: torch.device) -> None:
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     if extremes[0] != -extremes[1]:
         raise ConfigError(
-            "the workers found unlike tensor plans for this model; they need equal models and equal shared cells, or a "
+            "the workers found different tensor plans for this model; they need equal models and equal shared cells, or a "
             "tensor_plan (--plan) that names the layers"
         )
 

@@ -251,7 +251,7 @@ class WorkerHandle:
         else:
             self._last = {"state": "crashed", "step": self._last["step"], "detail": ending_text(status, lines)}
         if self._code is None or self._listens is not None or (self._killed and not self._joined):
-            return  # nobody knows of it yet, or the orchestrator that dials it notices by itself; there is none to tell
+            return  # no orchestrator knows of it yet, or the one that dials it notices by itself
         report = CrashReport(status, lines)
         with contextlib.suppress(GuavaError):  # the orchestrator may be gone as well; it notices the loss by itself
             visit(self._code, self._identity, report, LinkOptions(connect_timeout_s=5.0))

@@ -201,7 +201,7 @@ def _fork_as_told(orders: socket.socket) -> None:
     ours, woken = socket.socketpair()
     woken.setblocking(False)
     handlers = [(number, signal.getsignal(number)) for number in (signal.SIGCHLD, signal.SIGINT)]
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # or it would wake nobody
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # or it would wake no thread
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
     running: dict[int, int] = {}
@@ -241,6 +241,6 @@ def _bury(running: dict[int, int]) -> None:
         done, how = os.waitpid(pid, os.WNOHANG)
         if done:
             status = running.pop(pid)
-            with contextlib.suppress(OSError):  # nobody waits for it any more
+            with contextlib.suppress(OSError):  # no caller waits for it any more
                 os.write(status, b"%d\n" % os.waitstatus_to_exitcode(how))
             os.close(status)

@@ -147,7 +147,9 @@ def _check_identity(header: Header, limits: Limits) -> None:
             f"the peer frames by wire version {version}, this side by {WIRE_VERSION}; install the same guava-nb on both"
         )
     if kind != CONTINUATION and kind not in MESSAGE_KINDS:
-        raise RemoteProtocolError(f"the peer sent a record of kind {kind}, which wire version {WIRE_VERSION} has not")
+        raise RemoteProtocolError(
+            f"the peer sent a record of kind {kind}, which wire version {WIRE_VERSION} does not have"
+        )
     if channel >= len(CHANNELS):
         raise RemoteProtocolError(f"the peer sent a frame on channel {channel}; there are {len(CHANNELS)}")
     if flags & ~COMPRESSED:

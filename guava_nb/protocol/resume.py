@@ -4,7 +4,7 @@ Knows sequences, windows and acknowledgements of one set of channels; knows noth
 halves of a set live as long as the session and outlive its connections. Callers bring their own lock.
 
 Credit is counted per channel: were it shared, batches that are not read yet would keep out the very gradients whose
-arrival makes somebody read them.
+arrival makes a thread read them.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Outbox:
     def _queue(self, channel: int, sequence: int, claim: str) -> _SendQueue:
         queue = self._queues.get(channel)
         if queue is None:
-            raise RemoteProtocolError(f"the peer {claim} messages on channel {channel}, which there is not")
+            raise RemoteProtocolError(f"the peer {claim} messages on channel {channel}, which does not exist")
         if not 0 <= sequence <= queue.sent_up_to:
             raise RemoteProtocolError(
                 f"the peer {claim} message {sequence} on {Channel(channel).name}, "

@@ -20,7 +20,7 @@ __all__ = ["SMOOTHING", "Chart", "Line", "Scale", "Scales", "charts_of", "finite
 #: Names of charts and the widest scales that they had.
 Scales = dict[str, "Scale"]
 
-#: How much noisy lines are smoothed where nobody says otherwise.
+#: How much noisy lines are smoothed unless the user sets it.
 SMOOTHING = 0.6
 #: Fewer points are drawn as they are.
 _FEW_POINTS = 20

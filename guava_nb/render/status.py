@@ -33,7 +33,7 @@ def ready_workers(status: Status) -> int:
 
 
 def awaited_workers(workers: Sequence[WorkerStatus]) -> str:
-    """Whose connections broke and how long they are waited for, when nobody else is here; "" when somebody is."""
+    """Whose connections broke and how long they are waited for, when no other worker is here; "" when one is."""
     away = [worker for worker in workers if worker.state == "suspect"]
     if not away or any(worker.state in ("ready", "working") for worker in workers):
         return ""
@@ -167,7 +167,7 @@ def _notes(run: RunStatus, notices: Sequence[str]) -> tuple[str, ...]:
 
 
 def _state(run: RunStatus, workers: Sequence[WorkerStatus]) -> str:
-    """What a run does; it waits when nobody is here to do it."""
+    """What a run does; it waits when no worker is here."""
     return "waiting" if run.state in _AT_WORK and awaited_workers(workers) else run.state
 
 
@@ -190,7 +190,7 @@ def _headline(run: RunStatus, workers: Sequence[WorkerStatus] = ()) -> str:
 
 
 def _left_s(run: RunStatus) -> float | None:
-    """Seconds until the end at the present speed; None while nobody knows."""
+    """Seconds until the end at the present speed; None while that is not known."""
     if run.state not in _AT_WORK or not (run.total_steps and run.step and run.samples and run.samples_per_s):
         return None
     return max(0, run.total_steps - run.step) * (run.samples / run.step) / run.samples_per_s

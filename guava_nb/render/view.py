@@ -28,7 +28,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far something is; `total` is None while nobody knows."""
+    """How far something is; `total` is None while it is not known."""
 
     done: int
     total: int | None
@@ -47,7 +47,7 @@ class Curve:
     Attributes:
         losses, val: in training and in validation.
         scores: what validations measured beside the loss, by name.
-        last_step: of the whole run; None while nobody knows.
+        last_step: of the whole run; None while it is not known.
         devices: how they were used.
     """
 

@@ -1,6 +1,6 @@
 """Tables of workers: one row each that tells all that matters at a glance, and what only a closer look asks for.
 
-A column that nobody has a figure for stays away, so a page of CPU workers has no empty columns about power.
+A column without a figure is left out, so a page of CPU workers has no empty columns about power.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from guava_nb.status import WorkerStatus
 
 __all__ = ["by_name", "device_words", "glance", "is_there", "traffic", "worker_notes", "workers_at_the_end"]
 
-#: What makers write into the names of their devices and nobody reads.
+#: What makers write into the names of their devices and tells a reader nothing.
 _MARKS = re.compile(r"\((R|TM|C)\)|\b(Processor|CPU|NVIDIA|GeForce|\d+-Core)\b|@ ?[\d.]+ ?GHz", re.IGNORECASE)
 #: Workers that are not here any more.
 _GONE = ("lost", "left")
@@ -91,7 +91,7 @@ def worker_notes(workers: Sequence[WorkerStatus], told: Sequence[str]) -> tuple[
 
 
 def _table(columns: Sequence[tuple[str, Cell]], workers: Sequence[WorkerStatus]) -> Table:
-    """The columns in which somebody has something; rows of workers that are gone are faint."""
+    """The columns in which a worker has something; rows of workers that are gone are faint."""
     cells = [(name, [cell(worker) for worker in workers]) for name, cell in columns]
     kept = [(name, column) for name, column in cells if any(cell not in ("", DASH) for cell in column)]
     faint = frozenset(row for row, worker in enumerate(workers) if not is_there(worker))

@@ -1,4 +1,4 @@
-"""Numbers of a step on their way from the device: one copy, begun at once, read when somebody needs them.
+"""Numbers of a step on their way from the device: one copy, begun at once, read when they are needed.
 
 Knows tensors of numbers; knows nothing of what they mean. Reading waits for what the device was given before the copy; who
 reads after giving it the next step's work waits for nothing that the device would not do anyway.
@@ -112,7 +112,7 @@ class DeviceFigures:
 
         Args:
             figures: to be read: tensors of any shape, on one device, or plain numbers.
-            gates: make `bad`, for what shall happen on the device before anybody has read them.
+            gates: make `bad`, for what shall happen on the device before they are read.
         """
         self._plain = [None if isinstance(one, Tensor) else float(one) for one in figures]
         self._tensors = [one.detach().reshape(-1) for one in figures if isinstance(one, Tensor)]

@@ -3,7 +3,7 @@
 Two kinds. A *function* `metric(outputs, targets)` returns a mean over its rows, or (sum, count); the result is the sum of
 sums over the sum of counts. One whose value of a batch is not the mean of its parts (F1, a correlation) is told: the result is
 then the mean of the batches' values. A *torchmetrics* metric is reset before every batch and the states of all batches are
-merged by the metric's own reductions, so each batch counts exactly once, whoever measured it. torchmetrics is recognised by
+merged by the metric's own reductions, so each batch counts exactly once, on any worker. torchmetrics is recognised by
 what its metrics have, and never imported from here.
 
 Merging is in the order of the loader's batches. Sums are added one by one, as a metric that had seen all batches in one

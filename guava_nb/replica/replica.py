@@ -275,7 +275,7 @@ class Replica(BaseReplica):
 
     @property
     def can_apply_ahead(self) -> bool:
-        """Whether a lone worker's step may be given to the device before anybody has seen that it is finite.
+        """Whether a lone worker's step may be given to the device before it is known to be finite.
 
         The optimizer must be able to leave a step out by itself, and nothing of the user's may run on it meanwhile.
         """

@@ -112,7 +112,7 @@ class ShardResult:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedShard:
-    """A shard that the device was given, of which nobody has waited for the figures.
+    """A shard that the device was given, whose figures were not waited for yet.
 
     Attributes:
         read: waits for the device and returns what the shard came to; errors as those of `Replica.run_shard`.

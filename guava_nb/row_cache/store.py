@@ -6,6 +6,7 @@ Both hold entries by key and keep within the budget even if the orchestrator doe
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -250,14 +251,26 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
 def _take_slot(directory: Path) -> tuple[Path, FileLock]:
     for number in range(_MAX_SLOTS):
         folder = directory / f"worker-{number}"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # another user may not read samples
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _kept_private(folder):
+            continue
         lock = FileLock(folder / _LOCK_NAME)
         try:
             lock.acquire(timeout=0)
         except Timeout:
             continue
         return folder, lock
-    raise OSError(f"all {_MAX_SLOTS} places in {directory} are in use")
+    raise OSError(f"all {_MAX_SLOTS} places in {directory} are in use, or belong to other users")
+
+
+def _kept_private(folder: Path) -> bool:
+    """Close a folder to other users, who may not read samples; returns whether it is this user's and could be closed."""
+    held = folder.lstat()
+    if folder.is_symlink() or (hasattr(os, "getuid") and held.st_uid != os.getuid()):
+        return False
+    if held.st_mode & 0o077 and os.name == "posix":
+        folder.chmod(0o700)
+    return True
 
 
 def default_directory() -> Path:

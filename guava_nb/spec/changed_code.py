@@ -49,8 +49,8 @@ class CodeHere:
             told = "; ".join(_told(place, self._facts[place], theirs[place]) for place in changed[:_MOST_TOLD])
             more = f"; and {len(changed) - _MOST_TOLD} more" if len(changed) > _MOST_TOLD else ""
             return (
-                f"{told}{more}. Workers import modules as they lie on disk and run shared cells anew, so what was changed here "
-                "afterwards is as before there. Write it into the module or the shared cell, or pass it as an argument "
+                f"{told}{more}. Workers import modules as they lie on disk and run shared cells anew, so a change made here "
+                "afterwards does not reach them. Write it into the module or the shared cell, or pass it as an argument "
                 "(model_args and the like)"
             )
         older = [p for p in differing if "#" in theirs[p] and is_alike(self._new.get(p, ""), self._facts[p])]
@@ -73,8 +73,8 @@ class CodeHere:
                 return ""
             if own == [HASH]:
                 return (
-                    "the run's code calls Python's hash(), which gives texts another number in each process, so workers go by "
-                    "other numbers than this one and each other: take a hash that is alike everywhere, such as "
+                    "the run's code calls Python's hash(), which gives the same text another number in each process, so each "
+                    "worker computes with numbers of its own: take a hash that is the same everywhere, such as "
                     "zlib.crc32(text.encode()), or start this process and all workers with PYTHONHASHSEED=0 in their environment"
                 )
             return (

@@ -1,7 +1,7 @@
 """What to do about a module that a worker cannot import, said by the machine that has it.
 
 A name that Python imports is not the name of a package in an index, and a module of the user's own has none there: what an
-index holds under that name is somebody else's. So a package is named only where this machine's own records tell it.
+index holds under that name may be a stranger's. So a package is named only where this machine's own records tell it.
 """
 
 from __future__ import annotations

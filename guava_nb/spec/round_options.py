@@ -56,8 +56,8 @@ def check_rounds(options: RoundOptions) -> None:
         )
     if options.outer == "partial" and options.mixing is not None:
         raise ConfigError(
-            f"mixing is {options.mixing:g}, and with outer='partial' a worker keeps what it did not send of its own way: leave "
-            "mixing out (what it did during sync_delay is kept, too)"
+            f"mixing is {options.mixing:g}, and with outer='partial' a worker keeps what it did not send of its pseudo-gradient: "
+            "leave mixing out (what it did during sync_delay is kept, too)"
         )
     if options.outer in SPARSE_METHODS and options.wire != "fp32":
         raise ConfigError(

@@ -129,9 +129,9 @@ class TrainingOptions:
             an exchange takes and wire int4, or outer "partial" in runs of 4,000 steps and more (a wire that is given stays),
             and says what it chose.
         sync_every: optimizer steps of a round of local sync; by default 30.
-        outer: what the workers' mean way of a round goes into: "nesterov" (DiLoCo), "average", the mean of their weights,
-            "sparse" (SparseLoCo), which sends the largest 1/64 of each worker's way at 2 bits and the rest with later rounds, or
-            "partial", which sends as much, leaves the rest in the worker's own weights and takes of each element the mean of
+        outer: what the workers' mean pseudo-gradient goes into: "nesterov" (DiLoCo), "average", the mean of their weights,
+            "sparse" (SparseLoCo), which sends the largest 1/64 of each pseudo-gradient at 2 bits and the rest with later rounds,
+            or "partial", which sends as much, leaves the rest in the worker's own weights and takes of each element the mean of
             those who sent it: measured, it trains best at few bytes in long runs. By default average.
         outer_lr: learning rate of that common step; of nesterov 0.7 by default, else 1.
         outer_momentum: momentum of nesterov, below 1; by default 0.9.
@@ -143,7 +143,7 @@ class TrainingOptions:
             for them. A worker alone waits for nothing, and trains as without.
         mixing: how much of its own weights a worker keeps then, from 0 to below 1, as in Streaming DiLoCo (0.5 there, for
             delays that are short beside a round). By default it keeps what its steps came to since it sent.
-        precision: arithmetic of forward and backward; "auto" takes bf16 where the card of every worker computes it by itself,
+        precision: arithmetic of forward and backward; "auto" takes bf16 where the device of every worker computes it by itself,
             else fp32; by default the configuration's.
         compile: compile the model on the workers (torch.compile): the first steps take longer, the others less time. It needs
             Triton there on a GPU, and a C++ compiler on a CPU.

@@ -98,5 +98,5 @@ class Beginning:
         self._saved = state
 
     def drop(self) -> None:
-        """Nobody goes back here any more."""
+        """No run goes back here any more."""
         self._master = self._instead = None

@@ -22,7 +22,7 @@ def tell_own_state_lost(cluster: Cluster, spec: RunSpec, rank: int, happened: st
     owed = cluster.roster.members[rank].owed
     rest = ", and how far its own weights were from the common ones" if spec.rounds.sync_delay else ""
     if owed:
-        rest += f", and what its messages had left out so far, {owed:.2g} times the length of its way in the last round"
+        rest += f", and what its messages had left out so far, {owed:.2g} times the length of its last pseudo-gradient"
     cluster.notice(
         f"{cluster.name(rank)} {happened}, and what only it had in this run (sync='local') is lost: the state of its own "
         f"optimizer{rest}. The others keep theirs, a worker that joins gets a copy of another's optimizer state, and no "

@@ -150,8 +150,8 @@ def trained_again(names: Sequence[str], step: int) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
         f"{names[0]}{more} took no gradient before workers were lost or came, and takes one from step {step + 1} on. A model "
-        "that is built anew begins with the requires_grad of its factory. If your code did not switch it back, the run goes on "
-        "otherwise than plain PyTorch: switch by what the state has, such as a buffer that counts steps (register_buffer)"
+        "that is built anew begins with the requires_grad of its factory. If your code did not switch it back, the run differs "
+        "from plain PyTorch from here on: switch by what the state has, such as a buffer that counts steps (register_buffer)"
     )
 
 

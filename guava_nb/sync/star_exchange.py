@@ -39,7 +39,7 @@ _WIRE = (
 )
 _ROUNDING = "at most the rounding of one {0}'s {1}"
 _OVERLAP = (
-    "While what a round came to travels, each worker takes {0} steps of the next one with its own weights (sync_delay, "
+    "While the pseudo-gradients of a round travel, each worker takes {0} steps of the next one with its own weights (sync_delay, "
     "--sync-delay). These are in no checkpoint and go with no hand-over: a worker that joins, and a run that resumes, begin a "
     "round with the common weights"
 )
@@ -234,8 +234,10 @@ def _how_it_travels(spec: RunSpec) -> str:
         return _WIRE.format("gradients", f"{spec.wire} (wire, --wire)", _ROUNDING.format("step", "gradient"))
     outer, wire_format = spec.rounds.outer, message_format(spec)[0]
     if isinstance(wire_format, TopK):
-        return _WIRE.format("the ways of a round", f"{wire_format.name} (outer={outer!r})", _SPARSE)
-    return _WIRE.format("the ways of a round", f"{spec.wire} (wire, --wire)", _ROUNDING.format("round", "way"))
+        return _WIRE.format("the pseudo-gradients of a round", f"{wire_format.name} (outer={outer!r})", _SPARSE)
+    return _WIRE.format(
+        "the pseudo-gradients of a round", f"{spec.wire} (wire, --wire)", _ROUNDING.format("round", "pseudo-gradient")
+    )
 
 
 def _user_error(in_flight: StepInFlight, error: BaseException, counts: str) -> TrainingError:

@@ -1,4 +1,4 @@
-"""When a CUDA device was at a point of its work, on this process's clock, without anybody waiting for it.
+"""When a CUDA device was at a point of its work, on this process's clock, without a thread that waits for it.
 
 The host runs ahead of the device, so the host's clock says nothing about what the device does. Events know the time between
 two of them; the first, recorded while the device was idle, ties them to the clock.

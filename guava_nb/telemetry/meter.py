@@ -142,7 +142,7 @@ class EnergyMeter:
         self.poll()
         with self._changed:
             totals = [one.since(asked_s) for one in self._followed]
-            if not set(self._open) - {name}:  # nobody counts from earlier, so the last run's names take no room here
+            if not set(self._open) - {name}:  # no window counts from earlier, so the last run's names take no room here
                 self._tasks.forget()
             self._open[name] = _Window(self._moment(asked_s), totals, self._tasks.totals())
             listen(self._tasks)

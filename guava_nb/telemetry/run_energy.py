@@ -173,7 +173,7 @@ class RunEnergy:
         return len(self._epochs) - 1
 
     def end(self, ranks: Iterable[int]) -> None:
-        """The run ended: take everybody's last word, waiting a moment for it."""
+        """The run ended: take the last report of every worker, waiting a moment for it."""
         mark, asked = self._book.ask(self._run_id, ranks, self._tell)
         self._book.wait(lambda: all(mark in self._marks_of(rank) for rank in asked), LAST_WORD_S)
         self._book.leave(self)

@@ -361,7 +361,7 @@ class FirstStepCheck:
             kept = f". The {self._step} steps before it are kept" if self._step else ""
             raise ConfigError(verdict.sentence + kept)
         self._members.cluster.notice(verdict.sentence + again)
-        # A notice is seen where somebody looks for it.
+        # Notices stand in the status only; these findings are worth a warning in the cell, too.
         if {BACKWARD, COUNT, FREQUENCY, SUM, WEIGHTS, COUPLED} & set(
             verdict.record.get("causes", ())
         ) or verdict.record.get("unlike_in_python"):

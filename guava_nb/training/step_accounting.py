@@ -245,7 +245,9 @@ class StepAccounting:
         each = count / machine.rows if machine.rows else 0.0
         self._count_each = each if self._count_each is None else self._count_each
         if count > 1 and not math.isclose(each, self._count_each, rel_tol=1e-6):  # elements of a sample are alike
-            self._tell_accumulated(f"batches that count unlike per sample ({count:g} for {machine.rows} samples here)")
+            self._tell_accumulated(
+                f"batches whose samples count differently ({count:g} for {machine.rows} samples here)"
+            )
         if self._run.done:  # then it was withdrawn as not reached
             self._ledger.draw(step.epoch, ids)
         self._ledger.commit(step.epoch, ids)

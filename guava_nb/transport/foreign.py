@@ -35,7 +35,7 @@ def connections(addresses: Collection[str]) -> set[Stream]:
 
 
 def shut_down(streams: Collection[Stream]) -> int:
-    """End connections in both directions, so that whoever waits for them is woken; returns how many still were there."""
+    """End connections in both directions, so that threads that wait for them are woken; returns how many still were there."""
     count = 0
     for number, local, peer in streams:
         with contextlib.suppress(OSError), _borrowed(number) as sock:

@@ -61,7 +61,7 @@ class Stream(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End both directions and wake whoever waits here or at the other end. Idempotent, from any thread."""
+        """End both directions and wake every thread that waits here or at the other end. Idempotent, from any thread."""
 
     @abstractmethod
     def close(self) -> None:

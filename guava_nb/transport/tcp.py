@@ -207,7 +207,7 @@ def look_up(host: str, port: int) -> list[_Address]:
     """Return the addresses of a host name, as socket families with what `socket.connect` takes.
 
     Raises:
-        LinkBroken: the name is unknown, or nobody answers who would know it.
+        LinkBroken: the name is unknown, or no name server answers.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -183,7 +183,7 @@ class TlsStream(Stream):
         """Decrypt into `view` all that is at hand, or wait for the first bytes."""
         while True:
             # Asking OpenSSL in vain costs an exception: more than decrypting a small message. Asking what is pending there
-            # gives the interpreter's lock away, and whoever takes it may keep it while the next message waits here.
+            # gives the interpreter's lock away, and a thread that takes it may keep it while the next message waits here.
             if self._incoming.pending or (self._is_full and self._tls.pending()):
                 if self._incoming.pending < _RECORD_BYTES:  # little, and perhaps urgent
                     count = self._open(view)
@@ -243,7 +243,7 @@ class TlsStream(Stream):
             self._sending.release()
 
     def can_send_now(self) -> bool:
-        """Whether nobody is sending and the stream below takes a few kilobytes at once."""
+        """Whether no thread is sending and the stream below takes a few kilobytes at once."""
         return not self._sending.locked() and self._stream.can_send_now()
 
     def set_deadline(self, recv_s: float | None) -> None:

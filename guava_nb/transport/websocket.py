@@ -96,7 +96,7 @@ class WebSocketStream(Stream):
             ngrok: what a code means that ngrok answers with.
 
         Raises:
-            LinkBroken: the connection ended, or a gateway says that nobody is behind it now.
+            LinkBroken: the connection ended, or a gateway says that nothing is behind it now.
             RemoteProtocolError: something else answers, with the sentence that fits its answer.
             LinkTimeout: the handshake took too long.
         """
@@ -114,7 +114,7 @@ class WebSocketStream(Stream):
 
     @classmethod
     def over_server(cls, stream: Stream, early: bytes = b"", timeout_s: float = 10.0) -> WebSocketStream:
-        """Answer who asks for a WebSocket; everybody else gets a short HTTP answer.
+        """Answer a request for a WebSocket; every other one gets a short HTTP answer.
 
         Args:
             stream: connected; closed by the caller if this raises.
@@ -245,7 +245,7 @@ class WebSocketStream(Stream):
             self._sending.release()
 
     def can_send_now(self) -> bool:
-        """Whether nobody is sending and the stream below takes a few kilobytes at once."""
+        """Whether no thread is sending and the stream below takes a few kilobytes at once."""
         return not self._sending.locked() and self._stream.can_send_now()
 
     # -------------------------------------------------------------------------------------------------------- receiving
@@ -265,7 +265,7 @@ class WebSocketStream(Stream):
         return done
 
     def _wait_for_data(self) -> bool:
-        """Wait for bytes of ours; False at the end. Pings and empty frames, which anybody on the way sends, are none."""
+        """Wait for bytes of ours; False at the end. Pings and empty frames, which a gateway on the way may send, are none."""
         until = None if self._recv_s is None else time.monotonic() + self._recv_s
         try:
             while not self._ready:

@@ -297,7 +297,7 @@ def _free_port() -> int:
 def _own_program(program: str, folder: Path) -> Path:
     """The program under a path of its own, whose standard error goes into a file beside it.
 
-    There the agent says its last words, and repeats the token that was refused: a kernel would show that to everybody.
+    There the agent says its last words, and repeats the token that was refused: a kernel would show that in its output.
     """
     own = folder / Path(program).name
     if os.name == "posix" and not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
@@ -313,7 +313,7 @@ def _own_program(program: str, folder: Path) -> Path:
 
 
 def _drain(stdout: Any) -> None:
-    """Read what the agent prints until it ends: nobody may wait for it, and a full pipe would stop it."""
+    """Read what the agent prints until it ends: it may not be waited for, and a full pipe would stop it."""
     with contextlib.suppress(*_PROBLEMS):
         while stdout.buffer.read1(1 << 16):
             continue
@@ -338,7 +338,7 @@ def _environment() -> Iterator[None]:
     finally:
         for name, value in before.items():
             if os.environ.get(name) != ours.get(name):
-                continue  # somebody set it meanwhile
+                continue  # another thread set it meanwhile
             if value is None:
                 os.environ.pop(name, None)
             else:

@@ -184,7 +184,7 @@ class _Agent:
                 raise ConfigError(f"cloudflared opened no tunnel: {self._why(over)}")
 
     def settle(self, settle_s: float) -> None:
-        """Let the new name become known before anybody asks for it.
+        """Let the new name become known before it is asked for.
 
         Raises:
             ConfigError: it was stopped or ended meanwhile.

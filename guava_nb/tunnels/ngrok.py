@@ -38,7 +38,7 @@ class NgrokTunnel(Tunnel):
     def __init__(self, what: str = "", *, authtoken: str | None = None, ask: Callable[[], str] | None = None) -> None:
         if what:
             raise ConfigError(
-                f'the tunnel "{self.name}" takes nothing behind a colon; an authtoken goes into {VARIABLE}'
+                f'the tunnel "{self.name}" takes nothing after a colon; an authtoken goes into {VARIABLE}'
             )
         self._given, self._ask = authtoken, ask
         self._found: Found | None = None

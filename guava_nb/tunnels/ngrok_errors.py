@@ -1,4 +1,4 @@
-"""What ngrok's refusals mean for a user of guava_nb, and what to do next. Words only: starts nothing, asks nobody."""
+"""What ngrok's refusals mean for a user of guava_nb, and what to do next. Words only: starts nothing, asks nothing."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def split_host(text: str, example: str = "HOST:PORT") -> tuple[str, int | None]:
 
 def _local(what: str, _: Ask | None) -> Tunnel:
     if what:
-        raise ConfigError(f'the tunnel "local" takes nothing behind the colon, and got "{what}"')
+        raise ConfigError(f'the tunnel "local" takes nothing after the colon, and got "{what}"')
     return LocalTunnel()
 
 

@@ -218,7 +218,7 @@ class SshTunnel(Tunnel):
 
 
 def _answers(host: str, port: int) -> OSError | None:
-    """Try to connect; returns what is in the way, None when somebody answers."""
+    """Try to connect; returns what is in the way, None when a connection opens."""
     try:
         socket.create_connection((host, port), TRY_S).close()
     except OSError as problem:

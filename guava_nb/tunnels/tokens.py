@@ -78,7 +78,7 @@ def find_token(given: str | None = None, ask: Callable[[], str] | None = None) -
 
 
 def token_source() -> str:
-    """Name where `find_token` would take a token from without asking anybody; "" where it would find none.
+    """Name where `find_token` would take a token from without asking the user; "" where it would find none.
 
     Raises:
         ConfigError: what stands there is obviously no authtoken.
@@ -167,7 +167,7 @@ class _TookTooLong(Exception):
 def _at_most(seconds: float) -> Iterator[None]:
     """Break off what the main thread waits for; where there are no such signals, it waits."""
     if not hasattr(signal, "setitimer") or signal.getitimer(signal.ITIMER_REAL)[0]:
-        yield  # on Windows, or when somebody else's timer runs already
+        yield  # on Windows, or when another timer runs already
         return
 
     def ring(*_: Any) -> None:

@@ -58,12 +58,12 @@ class HeldTensors:
         """Return the next message: what `settle` takes or forgets, and `take` takes on the other side.
 
         Args:
-            now: the tensors, by the same names.
+            now: the tensors, by the same names and of the same shapes; they are read only, and not kept.
             count: elements of each 4,096 that are sent.
 
         Returns:
-            Encoded differences, uint8; tensors that are sent as they are; which part of the way from the copy the message leaves
-            out, from 0 to 1.
+            Encoded differences, each `[bytes]` of uint8; tensors that are sent as they are, copies in their own shape and type;
+            which part of the way from the copy the message leaves out, from 0 to 1.
         """
         messages, left, way = list[Tensor](), 0.0, 0.0
         for dtype, names in self._by_dtype():
@@ -121,7 +121,7 @@ class HeldTensors:
         self.count += 1
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the copy by all names, in the tensors' own types."""
+        """Return the copy by all names, in the types of the tensors; where none is converted, it shares the memory held here."""
         made = {name: held.to(self._dtypes[name]) for name, held in self._held.items()}
         return {name: made[first] for name, first in self._same.items()}
 

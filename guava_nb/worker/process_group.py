@@ -29,7 +29,7 @@ class GroupSeat:
         device: where tensors live.
 
     Attributes:
-        is_woken: the present group was given up, and whoever waits in it was woken.
+        is_woken: the present group was given up, and the thread that waits in it was woken.
     """
 
     def __init__(self, endpoint: Endpoint, device: torch.device) -> None:

@@ -68,7 +68,7 @@ _Sum = tuple[bytes, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """A lone worker's step that the device was given and nobody has seen the figures of."""
+    """A lone worker's step that the device was given and whose figures were not read yet."""
 
     step: LocalStep[_Sum]
     message: BatchShard

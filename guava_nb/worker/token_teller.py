@@ -1,4 +1,4 @@
-"""Tells the tokens of prompts in work as they come, and ends what nobody waits for any more."""
+"""Tells the tokens of prompts in work as they come, and ends what is not waited for any more."""
 
 from __future__ import annotations
 

@@ -352,7 +352,7 @@ class WorkerSession:
         self._energy.close()
 
     def _give_up(self, reason: str) -> None:
-        """The loop is blocked for ever: leave, so that nobody waits for it."""
+        """The loop is blocked for ever: leave, so that the others do not wait for it."""
         if self._on_stuck is not None and self._session is not None:
             self._session.close(reason)
             self._on_stuck(reason)

@@ -117,6 +117,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, Any]]
     "data-fp64": ("data", {}, "Net", {}, {"precision": "fp64"}),
     "zero-1": ("zero", {"zero_stage": 1}, "Net", {}, ALL),
     "zero-1-unused": ("zero", {"zero_stage": 1}, "Spare", {}, ALL),
+    "zero-2-unused": ("zero", {"zero_stage": 2}, "Spare", {}, ALL),
+    "zero-3-unused": ("zero", {"zero_stage": 3}, "Spare", {}, ALL),
     "zero-2": ("zero", {"zero_stage": 2}, "Net", {"dropout": 0.1}, {**ALL, "accumulation_steps": 2}),
     "zero-3": ("zero", {"zero_stage": 3}, "Net", {}, {**ALL, "criterion": "weighted"}),
     "tensor": ("tensor", {}, "Net", {}, {**ALL, "accumulation_steps": 2}),
@@ -127,6 +129,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, Any]]
                              "layers", {}, ALL),
     "pipeline-traced": ("pipeline", {"micro_batches": 4}, "Net", {}, ALL),
     "hybrid-dp-tp": ("hybrid", {"dp": 2, "tp": 2}, "Net", {}, ALL),
+    "hybrid-dp-tp-unused": ("hybrid", {"dp": 2, "tp": 2}, "Spare", {}, ALL),
     "hybrid-dp-tp-zero-2": ("hybrid", {"dp": 2, "tp": 2, "zero_stage": 2}, "Net", {}, {**ALL, "accumulation_steps": 2}),
     "hybrid-dp-pp": ("hybrid", {"dp": 2, "pp": 2, "micro_batches": 2}, "layers", {}, ALL),
     "hybrid-pp-tp": ("hybrid", {"pp": 2, "tp": 2, "micro_batches": 2}, "layers", {}, {**ALL, "criterion": "weighted"}),
@@ -275,7 +278,12 @@ def test_a_program_gives_the_losses_of_its_run(orchestrator: Orchestrator, tmp_p
     text = program.read_text(encoding="utf-8")
     processes = int(re.findall(r"--nproc-per-node (\d+)", text)[0])
     assert processes == workers and "import guava" not in text
-    assert started(program, processes=processes) == pytest.approx(losses(run), abs=TOLERANCE)
+    through = started(program, "--save", str(tmp_path / "own.pt"), processes=processes)
+    assert through == pytest.approx(losses(run), abs=TOLERANCE)
+    theirs, ours = torch.load(tmp_path / "own.pt", weights_only=True)["model"], run.model().state_dict()
+    assert theirs.keys() == ours.keys()
+    largest = max(float((theirs[key].double() - ours[key].double()).abs().max()) for key in ours)
+    assert largest < 10 * TOLERANCE, "weights that no loss shows, such as those of a head that no step uses"
 
 
 @pytest.mark.whole

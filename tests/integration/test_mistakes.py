@@ -73,7 +73,7 @@ WORDS = [
     ("--optimizer-args {lr:0.1}", 'JSON has its names in double quotes: {"lr": ...}'), ("--epoch", "did you mean --epochs"),
     ('--optimizer SGD --optimizer-args {"betas":[0.9,0.9]}', "SGD does not take 'betas'; it takes: lr, momentum"),
     ("--scheduler StepLR", "missing a required argument: 'step_size'"), ("--save-every 5x", "90s, 10min or 1.5h"),
-    ("--save-best", "a value is missing behind it"), ("--patience 3", "--patience needs --val"),
+    ("--save-best", "a value is missing after it"), ("--patience 3", "--patience needs --val"),
     ("--log tensorbord", "csv, tensorboard"),
     ("--callbacks stopp", "no variable stopp"), ("--weights nothere.pt", "there are no weights in nothere.pt"),
     ("--max-steps 0", "0 is not 1 or more"), ("--checkpoint-dir nowhere/deep", "there is no folder nowhere"),

@@ -124,7 +124,7 @@ def test_a_slow_line_gets_rounds_and_a_fast_one_gets_exact_steps(
     (sentence,) = told(session, "sync auto: an exchange after each")
     assert "(sync_delay)" in sentence and "sent as int4 (wire)" in sentence
     assert told(session, "While what a round came to travels") and told(
-        session, "the ways of a round of several workers travel as int4"
+        session, "the pseudo-gradients of a round of several workers travel as int4"
     )
 
     # A way that the user chose is compared all the same.

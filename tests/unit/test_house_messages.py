@@ -25,6 +25,8 @@ RIDDLES = re.compile(
     r"holds all the same|is there no more)\b",
     re.I,
 )
+#: A reader of code and pages must guess it, too: a thread, a user, a worker, another program?
+UNNAMED = re.compile(r"\b(?:no|some|any|every)body\b|\bwho(?:so|m)?ever\b", re.I)
 PIP = re.compile(r"(?:pip install|guava_pip) ((?:-\S+ )*)\"?'?([A-Za-z][\w-]*)")
 #: Packages that are no requirement of ours, and that a message tells to install where they are missed.
 OTHER_PACKAGES = {"einops", "guava-nb", "huggingface_hub", "ipykernel", "pyngrok", "ray", "safetensors"}
@@ -112,6 +114,13 @@ def test_messages_are_listed_from_all_rooms() -> None:
 
 def test_no_message_speaks_in_riddles() -> None:
     assert [(place, found[0]) for text, place in messages() if (found := RIDDLES.search(text))] == []
+
+
+def test_no_page_and_no_comment_leaves_open_who_is_meant() -> None:
+    root = PACKAGE.parent
+    files = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.md"), *(root / "notebooks").glob("*.md"), root / "README.md"]
+    found = {path.relative_to(root).as_posix(): UNNAMED.findall(path.read_text(encoding="utf-8")) for path in files}
+    assert len(files) > 500 and {path: words for path, words in found.items() if words} == {}
 
 
 def test_riddles_are_found() -> None:

@@ -11,6 +11,7 @@ from guava_nb.config import MODES
 from guava_nb.spec.training_options import option_infos
 from guava_nb.tunnels import tunnel_names
 from tests.support.readme_tables import README, with_table
+from tests.unit.test_house_docstrings import attributes, bases
 
 ROOT = README.parent
 PACKAGE = ROOT / "guava_nb"
@@ -95,3 +96,30 @@ def test_the_glossary_is_short_and_explains_each_term_once() -> None:
     terms = [term for row in re.findall(r"^\| (.+?) \|", glossary, re.M)[2:] for term in row.split(", ")]
     assert len(re.findall(r"^\| ", glossary, re.M)) - 2 <= 30
     assert len(terms) == len(set(terms))
+
+
+def has(owner: str, member: str) -> bool:
+    """Whether a class of ours, or one that it derives from, has such a member; classes of others have all."""
+    if owner not in attributes():
+        return True
+    return member in attributes()[owner] or any(
+        base in attributes() and has(base, member) for base in bases().get(owner, ())
+    )
+
+
+def test_members_and_files_that_a_page_names_exist() -> None:
+    found: list[str] = []
+    for page in PACKAGE.rglob("*.md"):
+        text = text_of(page)
+        members = set(re.findall(r"`([A-Z]\w+)\.([a-z_]\w*)(?:\(.*?\))?`", text))
+        found += [f"{page.parent.name}: {owner}.{member}" for owner, member in members if not has(owner, member)]
+        for name in set(re.findall(r"`((?:\w+/)*\w+\.py)`", text)):
+            places = (page.parent / name, PACKAGE / name, ROOT / name, ROOT / "tests" / name)
+            if not any(place.exists() for place in places) and not any(page.parent.rglob(name)):
+                found.append(f"{page.parent.name}: {name}")
+    assert found == []
+
+
+def test_a_member_that_was_renamed_is_found() -> None:
+    assert has("StarExchange", "issue") and has("Tensor", "anything")  # `issue` is its base's
+    assert not has("StarExchange", "_send_mean")

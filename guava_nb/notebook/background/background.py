@@ -298,5 +298,5 @@ def _start(path: Path, idle_limit_s: float) -> Record:
                 f"the background session {how} after it was started; all it wrote lies in {log}:\n{last}"
             )
         time.sleep(0.05)
-    process.returncode = 0  # it is left alone: nobody waits for it when this kernel ends
+    process.returncode = 0  # it is left alone: this kernel does not wait for it when it ends
     return record

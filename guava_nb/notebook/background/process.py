@@ -48,10 +48,10 @@ class Start:
 
 
 def main() -> None:
-    """Serve until told to end, or until nobody needs it."""
+    """Serve until told to end, or until it is unused for its limit."""
     start = Start(**json.loads(sys.argv[1]))
     sys.path[:] = list(dict.fromkeys([*sys.path, *start.path]))
-    folder = Path(tempfile.mkdtemp(prefix="guava-background-"))  # 0700: nobody else reaches what lies in it
+    folder = Path(tempfile.mkdtemp(prefix="guava-background-"))  # 0700: no other user reaches what lies in it
     connection = folder / "connection.json"
     words = [f"--IPKernelApp.connection_file={connection}", "--HistoryManager.enabled=False"]
     if os.name != "nt":
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 class _IdleWatch(threading.Thread):
-    """Ends the process when nobody has needed it for so long.
+    """Ends the process when it was unused for so long.
 
     Attributes:
         ended: what is told then; "" before.

@@ -91,7 +91,7 @@ def interrupt_run(run: Any, count: int = 1, awaited: str = "", grace_s: float = 
     """Do what the n-th interrupt of a watched run means; returns the sentence to say.
 
     Args:
-        awaited: workers whose connections broke, when nobody else is here.
+        awaited: workers whose connections broke, when no other worker is here.
         grace_s: that a step has to end after the first one.
     """
     stopping = run.status().state == "stopping"

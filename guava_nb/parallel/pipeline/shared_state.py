@@ -1,6 +1,6 @@
 """What layers of several stages share beside parameters: buffers, containers, objects. A change of one never reaches the others.
 
-Each rank has a copy of its own, so what one stage writes there another one does not read. What nobody changes, such as a
+Each rank has a copy of its own, so what one stage writes there another one does not read. What does not change, such as a
 configuration or a table of positions, is no matter, and what is filled for the first time may be a cache.
 """
 

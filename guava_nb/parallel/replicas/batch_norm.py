@@ -118,7 +118,7 @@ class SyncedNorms:
         group: of the replicas.
 
     Raises:
-        ConfigError: a batch norm has a forward of its own, which nobody can make share.
+        ConfigError: a batch norm has a forward of its own, which cannot be made to share.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -4,7 +4,7 @@ Knows parameters and a process group; knows nothing of losses or optimizers. All
 parameters and send bucket 0, 1, 2, ... in this order, whatever order their backward takes.
 
 A parameter may get a gradient on one replica and none on another. So each bucket ends with one number per parameter,
-1 where it got a gradient: added up, it tells who has one. Nobody waits for these numbers during the step: each rank goes on
+1 where it got a gradient: added up, it tells who has one. No rank waits for these numbers during the step: each rank goes on
 as if all had gradients where it has, the device compares, and `settle` corrects what was otherwise once that is known.
 
 Shapes: a bucket on the wire is flat, [E + P]: E elements of the gradients of its P parameters, then P marks.

@@ -326,7 +326,7 @@ def _owned(output: Any) -> Any:
 
     FSDP2 hangs the hook that gathers parameters for backward on what a module returns. A view that is changed in place
     later (`x = block(x); x += y`) loses it: ZeRO 3 then fails in backward, ZeRO 2 may leave gradients unsummed. torch only
-    warns of it, at every view, also of those that nobody changes. A copy costs one activation and takes both away.
+    warns of it, at every view, also of those that are not changed. A copy costs one activation and takes both away.
     """
     if not any(map(_is_view, leaves(output))):
         return output

@@ -22,7 +22,7 @@ __all__ = ["keep_owned", "own_share", "owners"]
 
 
 def owners(named: Mapping[str, nn.Parameter], ranks: int) -> dict[str, int]:
-    """Return the owner of each parameter, a rank of the group: the largest first, each to whoever has least."""
+    """Return the owner of each parameter, a rank of the group: the largest first, each to the rank that has least."""
     load = [0] * ranks
     found: dict[str, int] = {}
     for name, parameter in sorted(named.items(), key=lambda item: (-item[1].numel(), item[0])):

@@ -2,7 +2,7 @@
 
 `fully_shard` is applied to the repeated blocks and then to the rest as one; replicas run these together, whatever each of
 them uses (`shared_units.py`). Stage 2 keeps a block's parameters between forward and backward, stage 3 gathers them a
-second time. A scalar or an empty parameter cannot be sharded along its rows; it stays whole, and whoever sums whole
+second time. A scalar or an empty parameter cannot be sharded along its rows; it stays whole, and the code that sums whole
 gradients sums it too, after backward.
 """
 

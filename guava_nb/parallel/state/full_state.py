@@ -1,6 +1,6 @@
 """From parts on many ranks to one plain full state, and back. Pure: no collectives, nothing is unpickled.
 
-Every rank hands over its pieces, and whoever has all of them puts them together. The result is what plain PyTorch's
+Every rank hands over its pieces, and the side that has all of them puts them together. The result is what plain PyTorch's
 `state_dict()` of the whole model and its optimizer gives, so a checkpoint of one mode loads in any other and without
 guava_nb. Two copies of an element never come: `Layout.counted` names the rank that speaks for it.
 """

@@ -78,9 +78,9 @@ class _ThreadRanks:
         """Wait for all threads, and return every thread's tensor, without its graph, in rank order."""
         self.meeting.slots[self.rank] = tensor.detach()
         self.meeting.barrier.wait()
-        everybody = list(self.meeting.slots)
+        of_all = list(self.meeting.slots)
         self.meeting.barrier.wait()
-        return everybody
+        return of_all
 
 
 @dataclass(slots=True)
@@ -263,8 +263,8 @@ def _gradient(
     parts = [run.gradients[name] for run in runs]
     have = [part for part in parts if part is not None]
     if wanted is None or len(have) < len(parts):
-        nobody = wanted is None and not have
-        return nobody, nobody
+        has_none = wanted is None and not have
+        return has_none, has_none
     if name == "<input>":
         return all(_close(part, wanted) for part in have), False
     alike = all(_close(part, cut(name, wanted)) for part, cut in zip(have, cuts, strict=True))

@@ -128,8 +128,8 @@ class SplitAttention(nn.Module):
         if mask is not None:
             joined = _additive(mask, q)
             if joined.dim() == 3:
-                everybody = joined.view(q.shape[0], self.num_heads, *joined.shape[1:])
-                joined = everybody[:, self.first_head : self.first_head + q.shape[1]]
+                all_heads = joined.view(q.shape[0], self.num_heads, *joined.shape[1:])
+                joined = all_heads[:, self.first_head : self.first_head + q.shape[1]]
             else:
                 joined = joined[None, None]
         if padding is not None:
@@ -154,8 +154,8 @@ class SplitAttention(nn.Module):
         if average:
             summed: Tensor = total(weights.sum(dim=1), self.ranks)
             return summed / self.num_heads
-        everybody = gather(weights.movedim(1, -1), self.ranks, self.heads)
-        return everybody.movedim(-1, 1)
+        all_heads = gather(weights.movedim(1, -1), self.ranks, self.heads)
+        return all_heads.movedim(-1, 1)
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class ColumnLinear(nn.Module):
     """A Linear of which each rank has some outputs: weight `[o, I]`, bias `[o]`.
 
     With `gathers` its output is whole again on every rank. With `gathers_late` it becomes whole when
-    somebody looks at it, which a loss over a vocabulary need not.
+    code looks at it, which a loss over a vocabulary need not do.
 
     Args:
         linear: the whole layer; its tensors are not kept.
@@ -172,7 +172,7 @@ class VocabEmbedding(nn.Module):
         Raises:
             IndexError: an index is outside the whole vocabulary (looked at on the CPU only).
         """
-        # A rank that ignored an index nobody has would make it a row of zeros; on CUDA looking would stop the stream.
+        # A rank that ignored an index no rank has would make it a row of zeros; on CUDA looking would stop the stream.
         if input.device.type == "cpu" and input.numel():
             low, high = int(input.min()), int(input.max())
             if low < 0 or high >= self.num_embeddings:

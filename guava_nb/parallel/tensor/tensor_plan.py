@@ -188,7 +188,7 @@ def apply_plan(model: nn.Module, plan: Plan, group: dist.ProcessGroup, late: boo
         model: changed in place; modules of a stage have the names that they have in the whole model.
         plan: of the whole model.
         group: the ranks.
-        late: heads gather their logits only if somebody looks at them.
+        late: heads gather their logits only if code looks at them.
 
     Returns:
         Full names of the whole parameters here whose gradients must be added up over the ranks.

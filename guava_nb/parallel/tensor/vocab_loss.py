@@ -1,7 +1,7 @@
 """Cross entropy on logits of which each rank has some classes.
 
 Whole logits are rows x classes: far more than anything else a step would send. So a vocabulary's head returns logits
-that are put together only if somebody looks at them. `cross_entropy` does not: it needs a maximum and two sums per row.
+that are put together only if code looks at them. `cross_entropy` does not: it needs a maximum and two sums per row.
 Whatever else is done to such logits, they are gathered first, which is always right.
 
 Shapes: N rows (tokens), V all classes, v this rank's, so V is the sum of `lengths`. The stable sum of exponentials shifts each
@@ -180,8 +180,8 @@ class _RowLosses(torch.autograd.Function):
         """
         rows, classes = local.shape
         highest = local.max(dim=1).values if classes else local.new_full((rows,), float("-inf"))
-        everybody = ranks.collect(highest.unsqueeze(1), [1] * ranks.size)
-        top = torch.cat(everybody, dim=1).max(dim=1).values
+        highest_of_all = ranks.collect(highest.unsqueeze(1), [1] * ranks.size)
+        top = torch.cat(highest_of_all, dim=1).max(dim=1).values
         powers = (local - top.unsqueeze(1)).exp()
         own = (target >= start) & (target < start + classes)
         index = (target - start).masked_fill(~own, 0).unsqueeze(1)

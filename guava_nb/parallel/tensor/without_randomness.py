@@ -142,7 +142,10 @@ def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
             for part, values in attributes:
                 part.__dict__.clear()
                 part.__dict__.update(values)
-            with torch.no_grad(), torch._C.DisableTorchFunction():  # nobody who watches the user's code sees this
+            with (
+                torch.no_grad(),
+                torch._C.DisableTorchFunction(),
+            ):  # a mode that watches the user's code does not see this
                 for parameter, value in parameters:
                     if not torch.equal(parameter, value):
                         parameter.copy_(value)

@@ -105,8 +105,8 @@ def _refusal(weights: str, name: str, error: Exception) -> str:
         advice = "look at the revision behind the @: a branch, a tag or a commit"
     else:
         advice = (
-            f"this machine does not reach the hub and has it not in its cache: fetch it once with `hf download {name}`, or copy "
-            "the cache (HF_HOME) from a machine that has it; or give a file, which the orchestrator sends: --weights PATH"
+            f"this machine does not reach the hub and does not have it in its cache: fetch it once with `hf download {name}`, or "
+            "copy the cache (HF_HOME) from a machine that has it; or give a file, which the orchestrator sends: --weights PATH"
         )
     return f"{weights} cannot be loaded ({type(error).__name__}: {first}): {advice}"
 

@@ -11,8 +11,8 @@ of one fragment). So these steps need nothing that is still on its way, and `beg
 taken changes no number.
 
 With `partial` messages have the largest elements of the pseudo-gradient only, and a round begins with the common weights plus
-what messages left out so far of this worker's own way. Such a message is not weighted by samples: what all get of an element is
-the mean of those workers that sent it.
+what messages left out so far of this worker's pseudo-gradient. A message is not weighted by samples: all get the mean of an
+element over those workers that sent it.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class RunReader:
         return epoch_joules(self._run.energy, record["figure"])
 
     def _add_joules(self, rows: list[Row]) -> None:
-        """The run's joules so far belong to its last step; of those before it nobody asked."""
+        """The run's joules so far belong to its last step; those before it were not asked for."""
         steps = [row for row in rows if row.kind == "steps"]
         if steps:
             steps[-1].values["joules"] = self._run.joules

@@ -227,9 +227,9 @@ def _why_not(name: str, rows: int, answer: Finding | None) -> str:
         return f"{name} could not compute {rows} samples at once: {answer.problem}"
     if STATE in answer.causes:
         return (
-            f"the whole batch alone, computed twice on {name} with the same random numbers, gives unlike losses: what the model, "
-            "the loss or the step keeps outside parameters, buffers and plain Python attributes changes with each call. Each "
-            "worker has its own of it, and these tries have moved it there and could not put it back: keep it in a buffer "
+            f"the whole batch alone, computed twice on {name} with the same random numbers, gives different losses: what the "
+            "model, the loss or the step keeps outside parameters, buffers and plain Python attributes changes with each call. "
+            "Each worker has its own of it, and these tries have moved it there and could not put it back: keep it in a buffer "
             "(register_buffer), or start again with check='off' (--check off)"
         )
     streams = [one for one in answer.drawn if not one.isidentifier()]
@@ -317,7 +317,7 @@ def _about_writes(spec: RunSpec, answer: Finding) -> str:
         )
     return (
         f"the forward itself changes parameter {name!r} by the samples that it sees, as nn.Embedding with max_norm does, so "
-        "workers would go on with unlike weights: change all of the parameter, whatever the samples, or train with one worker"
+        "workers would go on with different weights: change all of the parameter, whatever the samples, or train with one worker"
     )
 
 
@@ -351,8 +351,8 @@ def _about_python(spec: RunSpec, question: Question, answer: Finding) -> Iterato
     elif looked := _looked(question, answer):
         yield (
             f"Each forward changes {', '.join(looked[:3])}, in a validation too, and the next one depends on it. Workers "
-            "validate unlike numbers of batches, and in data mode buffers go back to those of the last step, so it may go on "
-            "otherwise than in plain PyTorch: let only a forward in training change it (if self.training:)"
+            "validate different numbers of batches, and in data mode buffers go back to those of the last step, so it may differ "
+            "from plain PyTorch from there on: let only a forward in training change it (if self.training:)"
         )
 
 

@@ -25,7 +25,7 @@ _DIGEST_BYTES, _LENGTH_BYTES = hashlib.sha256().digest_size, 8
 _ALIGNMENT_BYTES = 64
 _BLOCK_BYTES = 16 << 20
 _BEGIN = len(_MARK) + _LENGTH_BYTES
-#: A session's folder that was not written to for so long is one that nobody comes back to.
+#: A session's folder that was not written to for so long is one that no worker comes back to.
 _OLD_S = 7 * 86400.0
 
 

@@ -64,7 +64,7 @@ def test_a_function_of_the_users_is_read(returned: str, kind: str) -> None:
 
 def test_what_cannot_be_read_is_refused() -> None:
     both = "def f(o, t):\n    if o:\n        return o, t\n    return o\n"
-    with pytest.raises(ConfigError, match="now a mean and now a sum"):
+    with pytest.raises(ConfigError, match="sometimes a mean and sometimes a sum"):
         said("f", EVEN, text=both)
     with pytest.raises(ConfigError, match="other counts than its samples"):
         said("f", UNEVEN, text="def f(o, t):\n    return helper(o, t)\n")

@@ -6,16 +6,19 @@ import ast
 import runpy
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb import Callback, Orchestrator, WorkerData
 from guava_nb.errors import ConfigError
+from guava_nb.export import program
 from guava_nb.export.blanks import to_be_filled_in
 from guava_nb.export.facts import ExportFacts
 from guava_nb.export.refusals import check_exportable
@@ -99,6 +102,26 @@ class Normed(nn.Module):
     def forward(self, x):
         return self.head(self.norm(x))
 '''
+STACK = """
+import torch
+from torch import nn
+
+
+class Spared(nn.Module):
+    '''With a layer that no step may use.'''
+
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down, self.spare = nn.Linear(width, 16), nn.Linear(16, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        x = x + self.down(torch.relu(self.up(x)))
+        return self.spare(x) if USES else x
+
+
+def stack():
+    return nn.Sequential(nn.Linear(4, 8), Spared(8), Spared(8), nn.Linear(8, 3))
+"""
 #: Each option: a value, and what a program then says.
 WRITTEN: dict[str, tuple[Any, str]] = {
     "num_epochs": (2, "NUM_EPOCHS = 2"),
@@ -309,3 +332,26 @@ def test_a_form_for_others_says_data_mode_only(session: Orchestrator, tmp_path: 
     run = trained(session, max_grad_norm=1.0)
     for form, word in (("ray", "TorchTrainer("), ("fabric", "fabric.clip_gradients(")):
         assert word in run.export(tmp_path / f"{form}.py", form=form).read_text()
+
+
+@pytest.mark.parametrize("mode", [{"tp": 2}, {"pp": 2, "micro_batches": 2}], ids=["tp", "pp"])
+@pytest.mark.parametrize("is_used", [True, False])
+def test_replicas_of_parts_give_no_gradient_to_what_none_of_them_used(
+    session: Orchestrator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: dict[str, int], is_used: bool
+) -> None:
+    session.share(f"USES = {is_used}\n{STACK}", "stack")
+    session.register_model("stack")
+
+    program_text = program.program_text
+
+    def as_hybrid(facts: ExportFacts, *rest: Any) -> Any:
+        spec = msgspec.structs.replace(facts.spec, parallel=ParallelSpec(mode="hybrid", dp=2, **mode))
+        return program_text(replace(facts, spec=spec, workers=4), *rest)
+
+    run = trained(session, optimizer="AdamW")
+    monkeypatch.setattr("guava_nb.export.program.program_text", as_hybrid, raising=True)
+    text = run.export(tmp_path / "train.py").read_text()
+    assert "dist.all_reduce(used, group" in text if not is_used else "used = " not in text
+    assert 'group=mesh["dp"].get_group()' in text and "parameter.grad = gradient" in text
+    code = [line for line in text.splitlines() if not line.strip().startswith(('"""', "#"))]
+    assert [line for line in code if len(line) > 120] == [], "ruff would set it otherwise"

@@ -185,7 +185,7 @@ def test_metrics_that_hold_other_metrics_are_refused_with_the_way_out() -> None:
 def test_what_cannot_be_measured_is_refused_before_a_worker_is_asked() -> None:
     module = shared(error_rate=error_rate, nothing=lambda: 3)
     for metrics, kind, sentence in (
-        ({"loss": error_rate}, ConfigError, "metric 'loss' is there anyway"),
+        ({"loss": error_rate}, ConfigError, "metric 'loss' is measured in any case"),
         (["error_rate", error_rate], ConfigError, "metric 'error_rate' is given twice"),
         ([lambda o, t: 0], SourceError, "exists only here"),
         (["error_rat"], ConfigError, "did you mean 'error_rate'"),

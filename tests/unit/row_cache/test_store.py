@@ -126,3 +126,18 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
     store.put(rows(5))
     store.close()
     assert store.sizes() == {} and store.put(rows(5)) == []
+
+
+def test_rows_lie_in_a_folder_of_this_user_alone_whatever_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "worker-0").symlink_to(tmp_path / "elsewhere")  # planted by another user of a shared folder
+    (tmp_path / "worker-1").mkdir(mode=0o777)
+    store = open_store("disk", 1 << 20, str(tmp_path))
+    store.close()
+    assert (tmp_path / "worker-1").stat().st_mode & 0o777 == 0o700 and any((tmp_path / "worker-1").iterdir())
+    assert not any((tmp_path / "elsewhere").iterdir())
+    monkeypatch.setattr("os.getuid", lambda: 1 + (tmp_path / "worker-1").stat().st_uid)
+    with pytest.raises(OSError, match="belong to other users"):
+        open_store("disk", 1 << 20, str(tmp_path / "shared"))

@@ -17,7 +17,7 @@ from tests.support.training import spec
     [
         (None, None, None),
         (RoundSpec(), None, "w1 left, and what only it had in this run (sync='local') is lost: the state of its own optimizer."),
-        (RoundSpec(), 2.345, "optimizer, and what its messages had left out so far, 2.3 times the length of its way in the last"),
+        (RoundSpec(), 2.345, "left out so far, 2.3 times the length of its last pseudo-gradient"),
         (RoundSpec(sync_delay=2), None, "the state of its own optimizer, and how far its own weights were from the common ones."),
         (RoundSpec(sync_delay=2), 1.0, "from the common ones, and what its messages had left out so far, 1 times"),
     ],

@@ -66,7 +66,7 @@ def test_a_name_that_is_not_known_here_is_told(monkeypatch: pytest.MonkeyPatch) 
         ("ngork", 'Did you mean "ngrok"\\? There are: local, direct, '),
         ("NGROK", 'Did you mean "ngrok"'),
         ("", "There are: local"),
-        ("local:5", "nothing behind the colon"),
+        ("local:5", "nothing after the colon"),
         ("direct:fe80::1", r"write it in brackets, as in \[fe80::1\]"),
         ("direct:host:http", "'http' in 'host:http' is no port"),
         ("direct:host:", "is no port"),

@@ -44,7 +44,7 @@ def asked(**changes):
             SPEC,
             asked(),
             Finding("differs", causes=("state",)),
-            "with the same random numbers, gives unlike losses",
+            "with the same random numbers, gives different losses",
             False,
         ),
         (SPEC, asked(), Finding("differs", causes=("backward",)), "calls backward.* add that loss to the one", False),
