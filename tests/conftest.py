@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -95,15 +97,37 @@ def pytest_collection() -> Generator[None, Any, Any]:
         return (yield)
 
 
-def pytest_collection_finish() -> None:
+#: Items of a run that trains for certain: torch loads this part of itself when the first optimizer is made.
+_MANY_ITEMS = 1000
+#: Modules that were loaded when what is loaded was last left out of collections; so many more are worth another time.
+_left_out, _WORTH_IT = 0, 200
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what is loaded by now out of every later collection of garbage: with torch one takes a quarter of a second."""
-    gc.collect()
-    gc.freeze()
+    if len(session.items) > _MANY_ITEMS:
+        with loading_without_collections():
+            importlib.import_module("torch._dynamo")
+    _leave_out_what_is_loaded()
+
+
+def _leave_out_what_is_loaded() -> None:
+    global _left_out
+    if len(sys.modules) > _left_out + _WORTH_IT:
+        gc.collect()
+        gc.freeze()
+        _left_out = len(sys.modules)
 
 
 #: Threads that a file may leave behind: a pool of workers that later files use, and what libraries keep.
 _MOST_THREADS_LEFT = 24
 _ENDS_WITHIN_S = 10.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collections_stay_short() -> None:
+    """A file may have loaded much, and each session that is closed collects garbage."""
+    _leave_out_what_is_loaded()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -157,7 +157,7 @@ class SessionHost(LaunchedWorkers, CodeOnWorkers):
 
     def _have_cluster(self) -> Cluster:
         if self._cluster is None:
-            forget_old(self.log_folder.parent.glob("guava_nb-session-*"))
+            forget_old(self.log_folder.parent, "guava_nb-session-")
             self._cluster = self._new_cluster()
             self._notices.listen()
         return self._cluster

@@ -426,6 +426,6 @@ def launch(
     path = None
     if log_folder is not None:
         safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name or device)
-        forget_old(log_folder.glob("worker-*.log"))
+        forget_old(log_folder, "worker-")
         path = log_folder / f"worker-{safe}-{time.strftime('%Y%m%d-%H%M%S')}.log"
     return WorkerHandle(code, device, name, threads, path, config)

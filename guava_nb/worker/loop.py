@@ -427,12 +427,15 @@ class WorkerLoop:
         self._steps.end()
         self.keeper.forget()
         self._release_own()
-        if self._run is not None and self._own is None and self._seat is not None and self._seat.formed_in >= 0:
+        in_group = self._seat is not None and self._seat.formed_in >= 0
+        if self._run is not None and self._own is None and in_group:
             self._run.replica.close()
+        is_spread = in_group or (self._run is not None and self._run.spec.parallel is not None)
         self._run = None
         if self._seat is not None:
             self._seat.leave()
-            gc.collect()  # a model that is spread over a group is full of circles, and holds the group's sockets and threads
+        if is_spread:
+            gc.collect()  # such a model is full of circles, and holds the group's sockets and threads
         if self._device.type == "cuda" and not self._steps.lost_device:
             torch.cuda.empty_cache()
 

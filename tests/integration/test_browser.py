@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.browser import Lab, browser_page, jupyter_lab, needs_a_browser, pictures
-from tests.support.processes import ROOT, eventually
+from tests.support.browser import Lab, browser_page, jupyter_lab, needs_a_browser, pictures, seen
+from tests.support.processes import ROOT
 from tests.support.warm import without_servers
 
 pytestmark = [pytest.mark.timeout(240)]
@@ -155,12 +155,12 @@ def look_at_the_page_outside(lab: Lab, folder: Path) -> None:
                 if (folder_of_pictures := pictures()) is not None:
                     page.screenshot(path=str(folder_of_pictures / f"web-{width}-{scheme}.png"))
             before = page.inner_text("#panel")
-            eventually(lambda: page.inner_text("#panel") != before, 30, "the page is live")
+            seen(lambda: page.inner_text("#panel") != before, 30, "the page is live")
             assert "training" in before and page.locator("svg").count() == 6 and "guava1:" not in page.content()
             assert errors == [] and page.evaluate("document.body.scrollWidth <= window.innerWidth")
         finally:
             served.terminate()
-    eventually(lambda: "does not answer" in page.inner_text("#lost"), 30, "it says so when nobody serves it")
+    seen(lambda: "does not answer" in page.inner_text("#lost"), 30, "it says so when nobody serves it")
     page.close()
 
 
@@ -185,7 +185,7 @@ def test_the_cell_to_paste_is_shown_while_workers_are_missing_and_then_no_more(l
     lab.run_cell(LONG)
     shown = lab.wait_output(LONG, "2 of 3 workers are here", 60)
     code = code_of(lab)
-    assert eventually(lambda: f"%guava_worker {code}" in lab.output(LONG), 10, "the cell to paste") and shown
+    assert seen(lambda: f"%guava_worker {code}" in lab.output(LONG), 10, "the cell to paste") and shown
     both_themes(lab, "waiting-for-workers", LONG)
     assert lab.marks_all_of(LONG, "pre", "guava_worker")
     other.run_cell(WORKER)
@@ -199,20 +199,18 @@ def test_a_worker_s_own_notebook_shows_its_work_its_device_and_its_link(lab: Lab
     shown = other.wait_output(WORKER, "round trip", 60)
     assert "of each batch" in shown and "sent" in shown
     at_work = re.compile("(working|validating) on cpu")  # on a busy machine it may wait for a shard just now
-    assert eventually(lambda: at_work.search(other.output(WORKER)), 30, "it is at work")
-    assert eventually(lambda: "% busy" in other.output(WORKER), 30, "how busy its device is")
+    assert seen(lambda: at_work.search(other.output(WORKER)), 30, "it is at work")
+    assert seen(lambda: "% busy" in other.output(WORKER), 30, "how busy its device is")
     both_themes(other, "worker-side", WORKER)
     assert code_of(lab) not in other.output(WORKER) and other.errors == []
 
 
 def test_the_panel_moves_survives_a_reload_and_the_button_stops_the_run(lab: Lab, other: Lab, folder: Path) -> None:
-    first = eventually(lambda: max(0, step_of(lab, LONG)), 30, "the first step")
-    eventually(lambda: step_of(lab, LONG) > first + 20, 30, "the panel moves")
-    eventually(
-        lambda: lab.count(LONG, "svg") == 6, 30, "charts of loss, accuracy, learning rate, gradient norm, CPU, RAM"
-    )
+    first = seen(lambda: max(0, step_of(lab, LONG)), 30, "the first step")
+    seen(lambda: step_of(lab, LONG) > first + 20, 30, "the panel moves")
+    seen(lambda: lab.count(LONG, "svg") == 6, 30, "charts of loss, accuracy, learning rate, gradient norm, CPU, RAM")
     shows = ("busy", "val loss", "learning rate", "epoch 7/")  # from then on the table of epochs has all its rows
-    eventually(lambda: all(words in lab.output(LONG) for words in shows), 60, "all that it shows")
+    seen(lambda: all(words in lab.output(LONG) for words in shows), 60, "all that it shows")
     for width in (500, 1280):
         lab.resize(width)
         both_themes(lab, f"training-{width}", LONG)
@@ -235,11 +233,11 @@ def test_the_panel_moves_survives_a_reload_and_the_button_stops_the_run(lab: Lab
 def test_a_lost_worker_is_shown_and_the_run_goes_on(lab: Lab, other: Lab) -> None:
     lab.run_cell(LONG)
     lab.wait_output(LONG, "training", 60)
-    eventually(lambda: step_of(lab, LONG) > 5, 30, "it trains")
+    seen(lambda: step_of(lab, LONG) > 5, 30, "it trains")
     local_workers()[0].kill()
     lab.wait_output(LONG, "was lost", 30)
     before = step_of(lab, LONG)
-    eventually(lambda: step_of(lab, LONG) > before + 10, 30, "it goes on")
+    seen(lambda: step_of(lab, LONG) > before + 10, 30, "it goes on")
     both_themes(lab, "lost-worker", LONG)
     lab.interrupt()
     lab.wait_output(LONG, "stopped", 30)

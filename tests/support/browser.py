@@ -9,9 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ _SETTINGS = {
     "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight stay in the page
 }
+
+
+#: Seconds between two looks at a page: each takes the driver's, the browser's and this process's time, a layout included.
+LOOKS_EVERY_S = 0.2
+
+
+def seen(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """Wait until a condition on a page holds, as `eventually` does, with fewer looks; returns what it gave."""
+    pause = threading.Event()
+    return eventually(lambda: condition() or pause.wait(LOOKS_EVERY_S), timeout_s, what)
 
 
 def needs_a_browser() -> None:
@@ -149,7 +160,7 @@ class Lab:
             while time.monotonic() < until:
                 if cell.locator(".jp-InputPrompt").inner_text() != before:
                     return True
-                self.page.wait_for_timeout(20)
+                self.page.wait_for_timeout(100)
             return False
 
         eventually(taken, 60, f"cell {number} is run")
@@ -168,14 +179,13 @@ class Lab:
     def wait_output(self, number: int, words: str, timeout_s: float = 60) -> str:
         """Wait until a cell's output has these words."""
         try:
-            return str(eventually(lambda: self._with(number, words), timeout_s, f"{words!r} in cell {number}"))
+            return str(seen(lambda: self._with(number, words), timeout_s, f"{words!r} in cell {number}"))
         except AssertionError as missing:
             raise AssertionError(
                 f"{missing}; it shows {self.output(number)!r}, see {self.shot('failed', number)}"
             ) from None
 
     def _with(self, number: int, words: str) -> str:
-        self.page.wait_for_timeout(50)  # the page needs its turns
         text = self.output(number)
         return text if words in text else ""
 

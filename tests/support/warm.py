@@ -1,8 +1,9 @@
 """Processes that begin with torch loaded, so that a test does not pay four seconds of processor time for each worker.
 
-A warm process is forked from a server that has imported the heavy libraries and nothing of ours, and goes on as `python -m
-MODULE` would: its own arguments, environment, folder, streams and session. It is a real process in every way that the tests
-use: it can be killed, stopped and looked at. What `install` replaces is `subprocess.Popen`, for the modules named in
+A warm process is forked from a server that has imported the heavy libraries, and goes on as `python -m MODULE` would: its own
+arguments, environment, folder, streams and session. It is a real process in every way that the tests use: it can be killed,
+stopped and looked at. Workers, commands and scripts begin with our modules loaded, too, as workers of a nursery do for users;
+kernels begin with nothing of ours. What `install` replaces is `subprocess.Popen`, for the modules named in
 `WARM_MODULES` only, also behind `ip netns exec NAME`; every other command starts as ever, and with GUAVA_TEST_COLD set all do.
 
 A warm process that starts others has a server of its own, forked before it has a thread: the workers of a kernel are warm,
@@ -38,12 +39,22 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Start processes themselves.
 _STARTERS = (
     "ipykernel_launcher", "guava_nb.notebook.background.process", "jupyterlab", "pytest", "guava_nb", "tests.support.console",
-    "tests.support.namespace_programs", "tests.support.script",
+    "tests.support.namespace_programs", "tests.support.script", "torch.distributed.run",
 )  # fmt: skip
 WARM_MODULES = (
-    *_STARTERS, "guava_nb.worker.process", "tests.faults.matrix.worker", "torch.distributed.run",
+    *_STARTERS, "guava_nb.worker.process", "tests.faults.matrix.worker",
     "tests.conformance.torch_suite", "guava_nb.spec.changed_code",
 )  # fmt: skip
+#: Those that begin with our modules loaded, which takes each a quarter of a second, and these modules.
+_WITH_OURS = (
+    "guava_nb.worker.process", "tests.faults.matrix.worker", "guava_nb", "guava_nb.notebook.background.process",
+    "tests.support.script",
+)  # fmt: skip
+OURS = ("guava_nb.worker.worker_session", "guava_nb.worker.listening", "guava_nb.cli.main", "guava_nb.orchestrator")
+#: They have taken `Popen` by its own name, and may be loaded before `install`.
+_HAVE_POPEN = {
+    "jupyter_client.launcher", "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
+}  # fmt: skip
 _IN_NAMESPACE = ["ip", "netns", "exec"]
 PRELOADED = (
     "torch", "torch._dynamo", "torch.distributed.pipelining", "numpy", "matplotlib.figure", "psutil", "msgspec",
@@ -54,7 +65,7 @@ FOR_NOTEBOOKS = ("jupyter_client", "nbformat")
 _SERVES = "guava-warm"
 _ROOM_FOR_WORDS = "-" * 500  # a process of its own has its words written here, where `ps` finds them
 _ORDER_BYTES = 1 << 17
-_START_S = 90.0
+_START_S = 180.0
 
 
 class Server:
@@ -83,8 +94,12 @@ class Server:
             return int(self._sock.recv(64))
 
 
-def serve(sock: socket.socket) -> dict[str, Any]:
-    """Fork a process for each order. Returns in each of them, with its order; ends when nobody is left to give orders."""
+def serve(sock: socket.socket, loads_ours: bool = False) -> dict[str, Any]:
+    """Fork a process for each order. Returns in each of them, with its order; ends when nobody is left to give orders.
+
+    Args:
+        loads_ours: have a server below this one, with our modules loaded, fork those that begin with them.
+    """
     _call_this_process(_SERVES)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
@@ -92,6 +107,7 @@ def serve(sock: socket.socket) -> dict[str, Any]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken)
     running: dict[int, int] = {}
+    with_ours: Server | None = None
     while True:
         ready = select.select([sock, wake], [], [])[0]
         if wake in ready:
@@ -103,14 +119,36 @@ def serve(sock: socket.socket) -> dict[str, Any]:
         if not data:
             os._exit(0)
         *streams, status = fds
+        order: dict[str, Any] = json.loads(data)
+        if loads_ours and order["module"] in _WITH_OURS:
+            if with_ours is None:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                if os.fork() == 0:
+                    _keep_only(theirs, sock, ours)
+                    preload_ours()
+                    return serve(theirs)
+                theirs.close()
+                with_ours = Server(ours)
+            sock.send(str(with_ours.fork(order, streams, status)).encode())
+            for fd in fds:
+                os.close(fd)
+            continue
         pid = os.fork()
         if pid == 0:
-            order: dict[str, Any] = json.loads(data)
             _begin(order, streams, sock)
             return order
         running[pid] = status
         for fd in streams:
             os.close(fd)
+
+
+def _keep_only(kept: socket.socket, *others: socket.socket) -> None:
+    """Close all that was opened but this and the standard streams."""
+    signal.set_wakeup_fd(-1)
+    for other in others:
+        other.detach()
+    os.closerange(3, kept.fileno())
+    os.closerange(kept.fileno() + 1, 1 << 16)
 
 
 def _bury(running: dict[int, int]) -> None:
@@ -225,6 +263,9 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, args: Any, *details: Any) -> None:
         (executable, preexec_fn, _, pass_fds, folder, environment, _, _, shell, *pipes) = details[:15]
         namespace, words = self._taken_apart(args)
+        unbuffered = words[1:3] == ["-u", "-m"]  # as torchrun starts its ranks
+        if unbuffered:
+            del words[1]
         warm = (
             words[:2] == [sys.executable, "-m"] and words[2] in WARM_MODULES and executable is None and preexec_fn is None
             and not pass_fds and not shell and not self._is_other(environment)
@@ -241,7 +282,10 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
             "module": words[2],
             "arguments": words[3:],
             "namespace": namespace,
-            "environment": dict(os.environ if environment is None else environment),
+            "environment": {
+                **(os.environ if environment is None else environment),
+                **({"PYTHONUNBUFFERED": "1"} if unbuffered else {}),
+            },
             "folder": os.fspath(folder or os.getcwd()),
             "new_session": bool(details[20]),
         }
@@ -306,8 +350,8 @@ def install(server: Server | None = None) -> None:
 
     WarmPopen.server = staticmethod(only)
     subprocess.Popen = WarmPopen  # type: ignore[misc]
-    if "jupyter_client.launcher" in sys.modules:
-        sys.modules["jupyter_client.launcher"].Popen = WarmPopen  # type: ignore[attr-defined]
+    for name in _HAVE_POPEN & sys.modules.keys():
+        sys.modules[name].Popen = WarmPopen  # type: ignore[attr-defined]
 
 
 def context() -> Any:
@@ -328,6 +372,14 @@ def preload(names: Iterable[str]) -> None:
     gc.enable()
 
 
+def preload_ours() -> None:
+    """Import our own modules from this tree, for processes that begin with them; the path stays as it was."""
+    sys.path.insert(0, str(ROOT))
+    preload(OURS)
+    sys.path.remove(str(ROOT))
+    gc.freeze()  # or collections would write into every page, and nothing would stay shared
+
+
 def _all_cold() -> bool:
     return sys.platform != "linux" or bool(os.environ.get("GUAVA_TEST_COLD"))
 
@@ -346,5 +398,5 @@ _base_path = [word for word in sys.path if word and Path(word) != Path(__file__)
 
 if __name__ == "__main__":
     preload((*PRELOADED, *FOR_NOTEBOOKS))
-    gc.freeze()  # or collections would write into every page, and nothing would stay shared
-    _become(serve(socket.socket(fileno=int(sys.argv[1]))))
+    gc.freeze()  # as above
+    _become(serve(socket.socket(fileno=int(sys.argv[1])), loads_ours=True))

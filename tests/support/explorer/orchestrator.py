@@ -147,10 +147,11 @@ class _NoRandomness:
 
 @contextmanager
 def without_threads() -> Iterator[None]:
-    """Have what is built in the block use no thread, no randomness and `CLOCK`."""
+    """Have what is built in the block use no thread, no randomness and `CLOCK`; groups hold no sockets to be collected."""
     quiet = SimpleNamespace(Thread=_NoThread, Condition=threading.Condition, current_thread=threading.current_thread)
     patches = [mock.patch(f"guava_nb.{module}.time", CLOCK) for module in TIMED]
     patches.append(mock.patch("guava_nb.cluster.cluster.threading", quiet))
+    patches.append(mock.patch("guava_nb.worker.loop.gc", SimpleNamespace(collect=lambda: 0)))
     patches.append(mock.patch("guava_nb.training.step_window.BatchFeeder", _Feeder))
     patches.append(mock.patch("guava_nb.data.loader_feed.RandomState", _NoRandomness))
     for patch in patches:

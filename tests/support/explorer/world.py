@@ -478,6 +478,7 @@ def _everything(kind: str, workers: list[Worker]) -> Choice:
 
 def walk(configuration: Configuration, limit_s: float = math.inf, runs: int = 0, seed: int = 0) -> Report:
     """Walk all paths of a configuration, or as many as a time allows; or `runs` that are drawn at random."""
+    was_frozen = gc.get_freeze_count() > 0  # as in a test run: what was loaded stays out of its later collections, too
     gc.collect()
     gc.freeze()
     before = gc.get_threshold()
@@ -489,4 +490,5 @@ def walk(configuration: Configuration, limit_s: float = math.inf, runs: int = 0,
             return explore(lambda: World(configuration), limit_s)
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()

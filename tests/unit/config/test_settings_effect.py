@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,11 +134,16 @@ def used(config: DistributedConfig) -> list[Any]:
     ]  # fmt: skip
 
 
+@functools.cache
+def used_by_default(context: tuple[tuple[str, Any], ...]) -> list[Any]:
+    """What a context alone comes to: the same for each setting."""
+    return used(DistributedConfig(**dict(context)))
+
+
 def differs(name: str, context: dict[str, Any]) -> bool:
     try:
-        base = DistributedConfig(**context)
-        changed = base.replace(**{name: OTHER[name]})
-        return used(base) != used(changed)
+        changed = DistributedConfig(**context).replace(**{name: OTHER[name]})
+        return used_by_default(tuple(context.items())) != used(changed)
     except GuavaError:  # the context has no place for it
         return False
 
