@@ -3,8 +3,8 @@ r"""The mutual proof: both sides show that they hold the join code's secret befo
 Knows a fixed layout of bytes; knows no records and no sockets. The secret itself never travels. Each proof covers the
 role, the certificate's fingerprint and both nonces, so that it serves no other connection, direction or certificate.
 
-    dialler to listener   "GUAVA8\0\0"  nonce (32)
-    listener to dialler   "GUAVA8\0\0"  nonce (32)
+    dialler to listener   "GUAVA9\0\0"  nonce (32)
+    listener to dialler   "GUAVA9\0\0"  nonce (32)
     dialler to listener   HMAC-SHA256(secret, "dialler" fingerprint dialler's-nonce listener's-nonce)
     listener to dialler   0x01  HMAC-SHA256(secret, "listener" fingerprint dialler's-nonce listener's-nonce)
                  or       0x00  reason (1)

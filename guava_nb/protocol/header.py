@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 MAGIC = b"GVNB"
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 HEADER_BYTES = 32
 #: Most payload bytes in one frame: what a more urgent message may have to wait for.
 CHUNK_BYTES = 1 << 20

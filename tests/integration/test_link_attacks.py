@@ -253,7 +253,7 @@ def test_truncated_at_every_stage(where: str) -> None:
     with besieged() as made:
         if where in ("preamble", "proof"):
             with socket.create_connection(("127.0.0.1", made.listener.port)) as sock:
-                sock.sendall((b"GUAVA8\0\0" + bytes(32) + bytes(31))[: 5 if where == "preamble" else 71])
+                sock.sendall((b"GUAVA9\0\0" + bytes(32) + bytes(31))[: 5 if where == "preamble" else 71])
         else:
             stream = proved(made)
             stream.send_all([frame[: HEADER_BYTES - 1 if where == "header" else -1]])
@@ -285,7 +285,7 @@ def test_a_replayed_proof_is_worth_nothing() -> None:
         stream.close()
         assert len(taped) >= 3
         heard = say(made, *taped)
-        assert heard.startswith(b"GUAVA8\0\0")
+        assert heard.startswith(b"GUAVA9\0\0")
         assert heard[40:] == b"\x00\x01"  # refused: wrong proof
         refused(made, "wrong code")
 
@@ -400,12 +400,12 @@ def bad_code(port: int) -> None:
     """One connection with a wrong code, as fast as a socket allows."""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # no TIME_WAIT by the thousand
-        sock.sendall(b"GUAVA8\0\0" + hashlib.sha256(os.urandom(8)).digest() + bytes(32))
+        sock.sendall(b"GUAVA9\0\0" + hashlib.sha256(os.urandom(8)).digest() + bytes(32))
         heard = b""
         with contextlib.suppress(ConnectionError):
             while data := sock.recv(256):
                 heard += data
-        assert heard == b"" or heard[:8] == b"GUAVA8\0\0"
+        assert heard == b"" or heard[:8] == b"GUAVA9\0\0"
         assert b"\x01" not in heard[40:41]
 
 

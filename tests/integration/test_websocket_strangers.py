@@ -105,8 +105,8 @@ def test_headers_too_slow() -> None:
     "frame",
     [
         b"\x82\xff\x3f" + bytes(7) + bytes(4),
-        Frame(Opcode.BINARY, b"GUAVA8\0\0" + bytes(32)).serialize(mask=False),
-        Frame(Opcode.TEXT, b"GUAVA8\0\0" + bytes(32)).serialize(mask=True),
+        Frame(Opcode.BINARY, b"GUAVA9\0\0" + bytes(32)).serialize(mask=False),
+        Frame(Opcode.TEXT, b"GUAVA9\0\0" + bytes(32)).serialize(mask=True),
         Frame(Opcode.BINARY, os.urandom(60)).serialize(mask=True),
     ],
     ids=["huge", "unmasked", "text", "noise"],

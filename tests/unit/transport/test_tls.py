@@ -53,7 +53,7 @@ def test_another_certificate_is_refused_with_both_fingerprints(certificate: Cert
     ("hello", "why"),
     [
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "plain HTTP request"),
-        (b"GUAVA8\0\0" + bytes(32), "does not speak our TLS"),
+        (b"GUAVA9\0\0" + bytes(32), "does not speak our TLS"),
         (bytes(100), "does not speak our TLS"),
     ],
 )
