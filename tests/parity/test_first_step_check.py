@@ -237,6 +237,19 @@ def test_pieces_that_cannot_be_computed_are_refused_before_any_step(cluster: Clu
     assert run.history == []
 
 
+def whitened(model: nn.Module, batch: Any) -> Tensor:
+    """One sample has no standard deviation."""
+    outputs = model(batch[0])
+    return functional.cross_entropy(outputs / (outputs.std(0) + 0.1), batch[1])
+
+
+def test_a_piece_that_has_no_loss_is_refused_before_any_step_with_its_cause(cluster: Cluster) -> None:
+    run = Session(cluster).check("whitened", rows=2)
+    with pytest.raises(ConfigError, match="whole and nan cut: some piece has too few samples"):
+        run.result()
+    assert run.history == []
+
+
 class Boxes(torch.utils.data.Dataset[Any]):
     """Pictures with unlike numbers of boxes, joined as detection programs join them."""
 

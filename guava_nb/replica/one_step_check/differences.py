@@ -104,6 +104,8 @@ def is_spanned(one: Measured, parts: Sequence[Measured]) -> bool:
 
     products = torch.tensor([[dot(a, b) for b in parts] for a in parts], dtype=torch.float64)
     wanted = torch.tensor([dot(a, one) for a in parts], dtype=torch.float64)
+    if not (products.isfinite().all() and wanted.isfinite().all()):  # lstsq takes no NaN
+        return False
     weights = torch.linalg.lstsq(products, wanted, driver="gelsd").solution
     explained = float(weights @ products @ weights)
     total = dot(one, one)

@@ -40,3 +40,4 @@ def test_a_gradient_of_wrong_weights_is_a_weighted_sum_of_the_pieces() -> None:
     parts = [measured(0, a=[1.0, 0.0, 0.0, 1.0, 2.0]), measured(0, a=[0.0, 1.0, 0.0, 3.0, 0.0])]
     assert is_spanned(measured(0, a=[2.0, -1.0, 0.0, -1.0, 4.0]), parts)
     assert not is_spanned(measured(0, a=[2.0, -1.0, 0.5, -1.0, 4.0]), parts)
+    assert not is_spanned(measured(0, a=[2.0, -1.0, 0.0, -1.0, 4.0]), [*parts, measured(0, a=[float("nan")] * 5)])
