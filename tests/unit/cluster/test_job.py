@@ -79,3 +79,11 @@ def test_where_no_other_can_do_its_work_a_person_is_told_what_can_be_done(job: A
     job._looked = 0.0
     job._look_at_waits()
     assert told == [f"waits for w1 since 20 s: {end}"]
+
+
+def test_an_answer_of_a_member_that_was_not_asked_is_not_kept(job: Any) -> None:
+    answers = job.collect(Leave, lambda message: message.reason != "old", lambda rank: rank == 1)
+    job.cluster.expelled = set()
+    for rank, reason in ((2, "new"), (1, "old"), (1, "new")):
+        job.handle(FromWorker(rank, Leave(reason), NOTHING, lambda: None))
+    assert answers == {1: Leave("new")}
