@@ -300,8 +300,12 @@ class ReplicaSet(StateAtWorkers):
 
     def holds(self, rank: int) -> bool:
         """Whether a worker that prepared this run kept the state of its last committed step."""
-        answer = self._prepared.get(rank)
-        return answer is not None and answer.ok and answer.holds and self.at.get(rank) == self.step
+        return (
+            (answer := self._prepared.get(rank)) is not None
+            and answer.ok
+            and answer.holds
+            and self.at.get(rank) == self.step
+        )
 
     def returned(self, job: Job) -> list[int]:
         """Count the steps that workers took before they came back; returns those that hold the last committed one."""

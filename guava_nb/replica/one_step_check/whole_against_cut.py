@@ -303,10 +303,8 @@ class _Trial(Replica):
         rows = sum(count for _, count in pieces)
         loss_sum = count = 0.0
         bucket = self.layout.buffers
-        merge = None
-        if bucket is not None:
-            counted = {} if counted is None else counted
-            merge = BufferMerge(bucket, [part for _, part in pieces], policies or self._spec.buffers, counted)
+        parts, found = [part for _, part in pieces], {} if counted is None else counted
+        merge = None if bucket is None else BufferMerge(bucket, parts, policies or self._spec.buffers, found)
         left, written = [], []
         gradients: dict[str, Tensor] = {}
         try:
