@@ -98,8 +98,7 @@ class ReplicaSet(StateAtWorkers):
         self.saved_step: int | None = -1  # before the first one nothing was trained
         self.registered: nn.Module | None = None
         self._told = set[str]()
-        self._prepared: dict[int, Prepared] = {}
-        self._loaded: dict[int, StateLoaded] = {}
+        self._prepared, self._loaded = dict[int, Prepared](), dict[int, StateLoaded]()
         # By rank the generation of the last order to build the run; generation and step of the state that is waited for.
         self._building: dict[int, int] = {}
         self._loading: dict[int, tuple[int, int]] = {}
@@ -300,12 +299,8 @@ class ReplicaSet(StateAtWorkers):
 
     def holds(self, rank: int) -> bool:
         """Whether a worker that prepared this run kept the state of its last committed step."""
-        return (
-            (answer := self._prepared.get(rank)) is not None
-            and answer.ok
-            and answer.holds
-            and self.at.get(rank) == self.step
-        )
+        answer = self._prepared.get(rank)
+        return answer is not None and answer.ok and answer.holds and self.at.get(rank) == self.step
 
     def returned(self, job: Job) -> list[int]:
         """Count the steps that workers took before they came back; returns those that hold the last committed one."""
