@@ -63,8 +63,7 @@ class ReplicaSet(StateAtWorkers):
         writer: writes batches for the workers; made by `attach`.
         least: how many workers the run needs.
         layout_text: how one model is spread over the workers, in words; "" for whole replicas.
-        checks: findings of the one-step check by a digest of what they depend on; handed on from run to run.
-        found_policies: what it found for buffers that the option `buffers` leaves to us, in the words of that option.
+        checks, found_policies: the one-step check's findings by a digest of what they depend on, for all runs; of buffers.
         registered: the user's own instance, whose weights are where the run begins; None where there is none.
         code: the user's code as it is here; None where workers are not compared with it.
         after: the run that this one goes on from at the workers, and its last step; None where it begins from the master.

@@ -302,9 +302,12 @@ class _Trial(Replica):
         """
         rows = sum(count for _, count in pieces)
         loss_sum = count = 0.0
-        bucket = self.layout.buffers
-        parts, found = [part for _, part in pieces], {} if counted is None else counted
-        merge = None if bucket is None else BufferMerge(bucket, parts, policies or self._spec.buffers, found)
+        bucket, policies, counted = (
+            self.layout.buffers,
+            policies or self._spec.buffers,
+            {} if counted is None else counted,
+        )
+        merge = None if bucket is None else BufferMerge(bucket, [part for _, part in pieces], policies, counted)
         left, written = [], []
         gradients: dict[str, Tensor] = {}
         try:
