@@ -302,12 +302,9 @@ class _Trial(Replica):
         """
         rows = sum(count for _, count in pieces)
         loss_sum = count = 0.0
-        bucket, policies, counted = (
-            self.layout.buffers,
-            policies or self._spec.buffers,
-            {} if counted is None else counted,
-        )
-        merge = None if bucket is None else BufferMerge(bucket, [part for _, part in pieces], policies, counted)
+        bucket, parts, policies = self.layout.buffers, [part for _, part in pieces], policies or self._spec.buffers
+        known = {} if counted is None else counted
+        merge = None if bucket is None else BufferMerge(bucket, parts, policies, known)
         left, written = [], []
         gradients: dict[str, Tensor] = {}
         try:
