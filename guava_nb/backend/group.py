@@ -251,7 +251,7 @@ class GuavaGroup(dist.ProcessGroup):
             name = next(iter(others.values()))
             warnings.warn(
                 f"this group was asked for as {config!r}, and torch gives it to guava: tensors on {' and '.join(others)} go "
-                f"through the hub, too. Where all ranks reach each other, dist.new_group(backend={name!r}) makes one for them",
+                f"through the hub, too. Where all ranks reach each other, make a second group for them, of {name}",
                 stacklevel=4,
             )
 
