@@ -89,6 +89,7 @@ def test_a_slip_is_told_while_no_worker_is_here(session: Orchestrator, given: di
         {"criterion": "CrossEntropyLoss", "criterion_args": {"weight": [1.0, 2.0]}, "optimizer": "AdamW"},
         {"sync": "auto", "shares": "measured"},
         {"shares": [1.0, 2.0, 3.0], "precision": "auto", "resume": "session"},
+        {"resume": Path("session")},  # as a line gives it
         {"train_loader": WorkerData("samples", batch_size=4)},
         {"weights": "hf:name/of", "augment": "views", "scheduler": "StepLR", "scheduler_args": {"step_size": 3}},
     ],
