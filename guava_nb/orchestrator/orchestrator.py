@@ -36,7 +36,7 @@ from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.past_runs import PastRuns
 from guava_nb.orchestrator.pipeline_advice import PipelineAdvice
 from guava_nb.orchestrator.replica_sets import ReplicaSets
-from guava_nb.orchestrator.run_builder import RunBuilder
+from guava_nb.orchestrator.run_builder import NO_WORKER, RunBuilder
 from guava_nb.orchestrator.run_check import RunCheck
 from guava_nb.processes.interrupts import interrupts_remembered
 from guava_nb.replica.model.wrappers import is_compiled, unwrapped
@@ -300,10 +300,7 @@ class Orchestrator(RunCheck, Generating, SessionHost):
         cluster = self._open_cluster()
         self._check_idle()
         if not cluster.roster.ready():
-            raise ClusterError(
-                "no worker is here: run %guava_worker with the join code elsewhere, or start some here with %guava_up --local 2 "
-                "(in a script: launch_workers(2))"
-            )
+            raise ClusterError(NO_WORKER)
         return cluster
 
     def _check_idle(self) -> None:

@@ -13,13 +13,14 @@ from msgspec.structs import replace
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.config import DistributedConfig
 from guava_nb.data.worker_data import WorkerData
-from guava_nb.errors import ConfigError
+from guava_nb.errors import ClusterError, ConfigError
 from guava_nb.evaluation.metric_specs import merges_for, metric_specs
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.pipeline_choice import PipelineChoice
 from guava_nb.forecast.planned_run import Composed
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.protocol.messages import Factory, ParallelSpec, RunSpec
+from guava_nb.replica.names import check_names
 from guava_nb.spec.cells import resolve
 from guava_nb.spec.changed_code import CodeHere
 from guava_nb.spec.own_facts import ROLES, is_same_code, roots_of
@@ -27,7 +28,12 @@ from guava_nb.spec.run_spec import build_spec, parallel_spec, precision_for, use
 from guava_nb.spec.training_options import MEASURED, Reference, TrainingOptions
 from guava_nb.training.worker_data_facts import data_spec, refuse_group, refuse_place, refuse_static
 
-__all__ = ["RunBuilder"]
+__all__ = ["NO_WORKER", "RunBuilder"]
+
+NO_WORKER = (
+    "no worker is here: run %guava_worker with the join code elsewhere, or start some here with %guava_up --local 2 (in a "
+    "script: launch_workers(2))"
+)
 
 
 class RunBuilder:
@@ -122,9 +128,12 @@ class RunBuilder:
             optimizer="SGD",
             optimizer_args={"lr": 0.0},
         )
-        parallel = self._parallel(workers)
         shared = self._registry.shared()
         options = self._concrete(options.settled(self._config))
+        if not workers:  # a slip is told before that
+            check_names(build_spec(self._config, shared, model, options), lambda name: resolve(name, shared))
+            raise ClusterError(NO_WORKER)
+        parallel = self._parallel(workers)
         return self._with_frozen(build_spec(self._config, shared, model, options, parallel))
 
     def _parallel(

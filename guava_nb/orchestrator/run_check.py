@@ -65,7 +65,7 @@ class RunCheck:
             for one in composed.own:
                 find("data set", one.factory.name, {}, "", lambda name: resolve(name, composed.shared))
             TrainingPlan.of(chosen, self.config, guessed_feeds(loaders, chosen.batch), *composed.validating)
-        if chosen.resume not in (None, OF_SESSION) and not Path(chosen.resume).is_file():
+        if chosen.resume is not None and str(chosen.resume) != OF_SESSION and not Path(chosen.resume).is_file():
             checkpoint.read(Path(chosen.resume))
         if (
             chosen.weights is not None

@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb import Orchestrator, WorkerData
-from guava_nb.errors import ConfigError, GuavaError
+from guava_nb.errors import ClusterError, ConfigError, GuavaError
+from tests.support.session import direct_session
 
 CELL = """
 import torch
@@ -89,6 +90,7 @@ def test_a_slip_is_told_while_no_worker_is_here(session: Orchestrator, given: di
         {"criterion": "CrossEntropyLoss", "criterion_args": {"weight": [1.0, 2.0]}, "optimizer": "AdamW"},
         {"sync": "auto", "shares": "measured"},
         {"shares": [1.0, 2.0, 3.0], "precision": "auto", "resume": "session"},
+        {"resume": Path("session")},  # as a line gives it
         {"train_loader": WorkerData("samples", batch_size=4)},
         {"weights": "hf:name/of", "augment": "views", "scheduler": "StepLR", "scheduler_args": {"step_size": 3}},
     ],
@@ -111,3 +113,16 @@ def test_a_misspelt_step_of_a_prediction_is_told_here(session: Orchestrator) -> 
     session._open_cluster = lambda: None  # type: ignore[method-assign,assignment,return-value]  # nothing is asked of it
     with pytest.raises(ConfigError, match=r"predict_step 'viewss' cannot be found: .*did you mean 'views'"):
         session.predict(ROWS, predict_step="viewss")
+
+
+def test_a_question_tells_a_slip_before_it_says_that_no_worker_is_here() -> None:
+    with direct_session(0) as session:
+        session.share(CELL, "cell")
+        session.register_model("Nett")
+        with pytest.raises(ConfigError, match="did you mean 'Net'"):
+            session.validate([1], progress=False)
+        session.register_model("Net")
+        with pytest.raises(ConfigError, match="did you mean 'CrossEntropyLoss'"):
+            session.validate([1], criterion="CrossEntropyLos", progress=False)
+        with pytest.raises(ClusterError, match="no worker is here: run %guava_worker"):
+            session.validate([1], progress=False)
