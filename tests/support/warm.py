@@ -39,10 +39,10 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Start processes themselves.
 _STARTERS = (
     "ipykernel_launcher", "guava_nb.notebook.background.process", "jupyterlab", "pytest", "guava_nb", "tests.support.console",
-    "tests.support.namespace_programs", "tests.support.script",
+    "tests.support.namespace_programs", "tests.support.script", "torch.distributed.run",
 )  # fmt: skip
 WARM_MODULES = (
-    *_STARTERS, "guava_nb.worker.process", "tests.faults.matrix.worker", "torch.distributed.run",
+    *_STARTERS, "guava_nb.worker.process", "tests.faults.matrix.worker",
     "tests.conformance.torch_suite", "guava_nb.spec.changed_code",
 )  # fmt: skip
 #: Those that begin with our modules loaded, which takes each a quarter of a second, and these modules.
@@ -51,6 +51,10 @@ _WITH_OURS = (
     "tests.support.script",
 )  # fmt: skip
 OURS = ("guava_nb.worker.worker_session", "guava_nb.worker.listening", "guava_nb.cli.main", "guava_nb.orchestrator")
+#: They have taken `Popen` by its own name, and may be loaded before `install`.
+_HAVE_POPEN = {
+    "jupyter_client.launcher", "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
+}  # fmt: skip
 _IN_NAMESPACE = ["ip", "netns", "exec"]
 PRELOADED = (
     "torch", "torch._dynamo", "torch.distributed.pipelining", "numpy", "matplotlib.figure", "psutil", "msgspec",
@@ -259,6 +263,9 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, args: Any, *details: Any) -> None:
         (executable, preexec_fn, _, pass_fds, folder, environment, _, _, shell, *pipes) = details[:15]
         namespace, words = self._taken_apart(args)
+        unbuffered = words[1:3] == ["-u", "-m"]  # as torchrun starts its ranks
+        if unbuffered:
+            del words[1]
         warm = (
             words[:2] == [sys.executable, "-m"] and words[2] in WARM_MODULES and executable is None and preexec_fn is None
             and not pass_fds and not shell and not self._is_other(environment)
@@ -275,7 +282,10 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
             "module": words[2],
             "arguments": words[3:],
             "namespace": namespace,
-            "environment": dict(os.environ if environment is None else environment),
+            "environment": {
+                **(os.environ if environment is None else environment),
+                **({"PYTHONUNBUFFERED": "1"} if unbuffered else {}),
+            },
             "folder": os.fspath(folder or os.getcwd()),
             "new_session": bool(details[20]),
         }
@@ -340,8 +350,8 @@ def install(server: Server | None = None) -> None:
 
     WarmPopen.server = staticmethod(only)
     subprocess.Popen = WarmPopen  # type: ignore[misc]
-    if "jupyter_client.launcher" in sys.modules:
-        sys.modules["jupyter_client.launcher"].Popen = WarmPopen  # type: ignore[attr-defined]
+    for name in _HAVE_POPEN & sys.modules.keys():
+        sys.modules[name].Popen = WarmPopen  # type: ignore[attr-defined]
 
 
 def context() -> Any:
