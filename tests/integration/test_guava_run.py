@@ -286,7 +286,18 @@ def test_a_program_of_ones_own_asks_for_the_backend_by_name(start, tmp_path: Pat
         "print('sum', value.tolist(), dist.get_backend(), flush=True)\n"
         "dist.destroy_process_group()\n"
     )
-    both = start(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)])
+    both = start(
+        [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "tests.support.script",
+            str(script),
+        ]
+    )
     assert both.end(150) == 0, both.output
     assert both.output.count("[3.0, 3.0, 3.0]") == 2
 
