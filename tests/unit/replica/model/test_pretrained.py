@@ -54,11 +54,12 @@ print(repr([
 """
 
 
-def run(program: str, **variables: str) -> Any:
+def run(program: str, folder: Path, **variables: str) -> Any:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    (folder / "program.py").write_text(program)
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**environment, "PYTHONPATH": str(ROOT), **variables},
-        capture_output=True, text=True, timeout=90,
+        [sys.executable, "-m", "tests.support.script", str(folder / "program.py")], cwd=ROOT,
+        env={**environment, "PYTHONPATH": str(ROOT), **variables}, capture_output=True, text=True, timeout=90,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return eval(done.stdout)
@@ -75,7 +76,7 @@ def test_weights_come_once_and_what_is_wrong_is_told(tmp_path: Path) -> None:
     }
     with hub_of(repositories) as hub:
         found, added, bias, none, revision, pickled, empty, shapes, based, names = run(
-            PROGRAM, HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path)
+            PROGRAM, tmp_path, HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path / "cache")
         )
         asked = list(hub.asked)
     torch.manual_seed(5)
@@ -93,8 +94,7 @@ def test_weights_come_once_and_what_is_wrong_is_told(tmp_path: Path) -> None:
         "from guava_nb.replica.model.pretrained import pinned\ndef told(name):\n    try:\n        return pinned(name)\n"
     )
     again += "    except Exception as error:\n        return str(error)\n"
-    kept, lacking = run(
-        again + "print([told('hf:me/split'), told('hf:me/new')])", HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path)
-    )
+    again += "print([told('hf:me/split'), told('hf:me/new')])"
+    kept, lacking = run(again, tmp_path, HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path / "cache"))
     assert kept == found
     assert "does not reach the hub" in lacking and "hf download me/new" in lacking and "--weights PATH" in lacking
