@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.data.codec import Resolve, unpack
 from guava_nb.errors import RemoteProtocolError
@@ -63,7 +65,7 @@ class StateCopy:
         save: SaveState | None = None, whole: bool = True,
     ) -> None:  # fmt: skip
         """Ask for nothing yet."""
-        self.step, self.save, self.whole = step, save, whole
+        self.step, self.save, self.whole = step, save and replace(save, step=step), whole
         self.ranks: Sequence[int] = list(requests.values())
         self._run_id, self.requests, self._resolve, self._ticks = run_id, dict(requests), resolve, ticks
         self._came: dict[int, tuple[State, memoryview]] = {}

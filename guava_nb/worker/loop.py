@@ -340,12 +340,17 @@ class WorkerLoop:
                 self._forget()
 
     def _send_state(self, run: PreparedRun, message: FetchState) -> None:
-        if message.save is not None:
+        here = (self._steps.committed, self._ticks.done)
+        if message.save is not None and (message.save.step, message.ticks) == here:
             try:
-                self.keeper.keep(run, message, self._steps.committed, self._ticks.done)
+                self.keeper.keep(run, message, *here)
             except USER_ERRORS as error:  # memory for the copy, or what the user's optimizer keeps
                 self._steps.fail(error, run.run_id, request=message.request_id)
             return
+        if (
+            message.save is not None
+        ):  # steps came first, on another channel: a state of theirs is not the one that was meant
+            message = msgspec.structs.replace(message, model=False, optimizer=False)
         self._steps.send_state(run.replica, message, self._ticks.done)
         if self._leave_deadline is not None:
             self._leave_deadline = time.monotonic() + TRANSFER_S

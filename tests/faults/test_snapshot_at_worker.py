@@ -196,6 +196,55 @@ def test_a_newcomer_that_had_built_the_run_before_the_loss_reads_the_state_too(
     assert difference(job.run.model(), expected) <= 1e-9
 
 
+def test_an_order_that_comes_after_the_next_step_leaves_the_state_that_is_known_on_the_disk(
+    cluster: Cluster, told: list[str], tmp_path: Path
+) -> None:
+    """Orders and batches travel on several connections; the worker is killed when it has heard an order too late."""
+    late: list[tuple[FetchState, memoryview]] = []
+    saved: list[int] = []
+    heard, answered = threading.Condition(), [0, 0]
+
+    def hook(worker: DirectWorker, message: Any) -> None:
+        with heard:
+            if isinstance(message, State) and message.saved is not None:
+                saved.extend([message.step] * bool(message.saved.digest))
+                answered[1] += 1
+                heard.notify_all()
+        if worker is not first or not isinstance(message, StepApplied):
+            return
+        if late:
+            first.loop._handle(*late.pop())
+            first.loop.keeper.close()
+            first.die()
+            DirectWorker(cluster, "w1", states=tmp_path).start()
+        elif message.step % 8 == 7:  # steps take less time than a file: let it have one
+            with heard:
+                assert heard.wait_for(lambda: answered[1] >= answered[0], 20)
+
+    first = DirectWorker(cluster, "w0", hook, states=tmp_path)
+    take = first.take
+
+    def taken(message: Any, payload: memoryview) -> None:
+        is_order = isinstance(message, FetchState) and message.save is not None
+        if is_order and len(saved) >= 2:
+            late.append((message, payload))
+            return
+        with heard:
+            answered[0] += is_order
+        take(message, payload)
+
+    first.take = taken  # type: ignore[method-assign]
+    first.start()
+    cluster.wait_for(1, 10)
+    job = job_for(cluster, spec(), plan_for(loader(104, batch_size=4), EPOCHS, snapshot_place="worker"))
+    job.start()
+    assert job.run.wait(90) and job.run.state == "done", job.run.error
+    [loss] = job.run.losses
+    assert (loss["from"], loss["after"]) == ("disk", saved[1] + 1), told
+    expected, _ = plain(spec(), loader(104, batch_size=4), EPOCHS)
+    assert difference(job.run.model(), expected) <= 1e-9
+
+
 def no_disk(folder: Path) -> Path:
     return folder.with_name("another machine")
 

@@ -69,6 +69,7 @@ class SaveState(msgspec.Struct, frozen=True):
     base: int = 0  # number of the weights to which differences are sent; 0: none
     held: int = -1  # differences to them that the orchestrator holds; -1: they are the weights as they are now
     count: int = 0  # elements of each 4,096 of the next difference; 0: send none
+    step: int = -1  # after which the state is meant: a worker that has gone on keeps nothing
 
 
 class SavedState(msgspec.Struct, frozen=True):
