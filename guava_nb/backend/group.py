@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, Work
+from torch.distributed import distributed_c10d as c10d
 
 from guava_nb.backend import collectives
 from guava_nb.backend.collectives import Place, Prepared
@@ -235,7 +236,8 @@ class GuavaGroup(dist.ProcessGroup):
 
     def _work(self, prepared: Prepared) -> Work:
         if not self._names_told:
-            self._tell_names(dist.get_backend_config(self))
+            # By the table itself: asked by torch's function, a group that was split off another one is an error.
+            self._tell_names(str(c10d._world.pg_backend_config.get(self, "")))
         work = GuavaWork(self._circle, prepared.operation, prepared.outputs, prepared.writes)
         if sum(staged.data.nbytes for staged in prepared.writes) <= _KEPT_BYTES:
             self._kept.append(work)

@@ -671,7 +671,7 @@ def test_reports_that_come_after_the_answer_to_an_abort_do_not_undo_it(cluster: 
     """A worker answers an abort at once, and applies a step that was committed before it only then."""
     replica_set = job_for(cluster, spec(), plan_for(loader())).replica_set
     replica_set.step, replica_set.at[0] = 4, 2
-    replica_set.sent((0,), 4, alone=False)
+    replica_set.sent((0,), 4, is_applied_first=False)
     replica_set.note_commit(0, StepApplied(run_id="run-1", generation=2, step=3))
     replica_set.note_commit(0, StepApplied(run_id="run-1", generation=1, step=4))
     assert replica_set.generation_of[0] == 2 and replica_set.at[0] == 4

@@ -123,7 +123,7 @@ def test_a_slow_line_gets_rounds_and_a_fast_one_gets_exact_steps(
     assert (run.report()["sync"], run.report()["steps"]) == ("local", 4)
     (sentence,) = told(session, "sync auto: an exchange after each")
     assert "(sync_delay)" in sentence and "sent as int4 (wire)" in sentence
-    assert told(session, "While what a round came to travels") and told(
+    assert told(session, "While the pseudo-gradients of a round travel") and told(
         session, "the pseudo-gradients of a round of several workers travel as int4"
     )
 
