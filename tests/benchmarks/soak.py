@@ -89,11 +89,18 @@ class Held:
         self.moments: list[dict[str, float]] = []
 
     def look(self) -> None:
+        """Note it; what is above the first moment gets five seconds to end, since threads close connections after their visits."""
         gc.collect()
-        me = psutil.Process()
-        descriptors = me.num_fds() if hasattr(me, "num_fds") else me.num_handles()
+        me, ends = psutil.Process(), time.monotonic() + 5.0
+        while True:
+            descriptors = me.num_fds() if hasattr(me, "num_fds") else me.num_handles()
+            threads = threading.active_count()
+            first = self.moments[0] if self.moments else {"descriptors": descriptors, "threads": threads}
+            if (descriptors <= first["descriptors"] and threads <= first["threads"]) or time.monotonic() > ends:
+                break
+            time.sleep(0.05)
         rss_mb = round(me.memory_info().rss / 1e6, 1)
-        self.moments.append({"rss_mb": rss_mb, "descriptors": descriptors, "threads": threading.active_count()})
+        self.moments.append({"rss_mb": rss_mb, "descriptors": descriptors, "threads": threads})
 
 
 class Gaps:
