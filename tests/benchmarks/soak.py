@@ -89,7 +89,7 @@ class Held:
         self.moments: list[dict[str, float]] = []
 
     def look(self) -> None:
-        """Note it; what is above the first moment gets five seconds to end, since threads close connections after their visits."""
+        """Note it; what is above the first moment gets five seconds to end, since connections are closed after their visits."""
         gc.collect()
         me, ends = psutil.Process(), time.monotonic() + 5.0
         while True:
