@@ -333,9 +333,9 @@ class StepExchange(ABC, Generic[_Replicas]):
             if isinstance(instruction, Decided):
                 self._commit(in_flight, instruction)
 
-    def _commit(self, in_flight: StepInFlight, decided: Decided) -> None:
+    def _commit(self, in_flight: StepInFlight, decided: Decided, is_order: bool = True) -> None:
         machine = in_flight.machine
-        if not machine.solo and not machine.buckets:  # else the last sum carries the commit
+        if is_order and not machine.solo and not machine.buckets:  # else the last sum carries the commit
             order = CommitStep(self._replicas.run_id, machine.generation, machine.step, decided.commit)
             waiting = [rank for rank in in_flight.members if self._replicas.at.get(rank, -1) < machine.step]
             self._job.cluster.send_all(waiting, order)
@@ -350,7 +350,8 @@ class StepExchange(ABC, Generic[_Replicas]):
         """Count the steps up to this one that workers applied by themselves and whose reports are lost: no loss is known."""
         for number in sorted(n for n, f in self.in_flight.items() if n <= step and f.machine.is_applied_first):
             in_flight = self.in_flight[number]
-            self._commit(in_flight, Decided(Commit(1.0, False), math.nan, in_flight.machine.rows))
+            # No order to apply it: who has not is in no state to, and its figures are not known.
+            self._commit(in_flight, Decided(Commit(1.0, False), math.nan, in_flight.machine.rows), is_order=False)
 
     def _not_finite(self, in_flight: StepInFlight, halt: Halt, nonfinite: str) -> NotFinite:
         """Return the error on a NaN or Inf from a worker; `nonfinite` is a parameter or a buffer, "" for the loss."""
