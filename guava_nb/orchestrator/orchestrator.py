@@ -62,12 +62,8 @@ def _sentences_on(config: DistributedConfig) -> Iterator[str]:
     if ignored := config.without_effect():
         told = ", ".join(f"{name} ({other} takes its place)" if other else name for name, other in ignored.items())
         yield f"accepted, without effect here: {told}; see help(DistributedConfig)"
-    if risks := config.risks_of_the_folder():
-        told = ", ".join(f"{name} ({origin})" for name, origin in risks.items())
-        yield (
-            f"set by a file of the current folder: {told}. It weakens this session's security or starts a program: "
-            "take it out of the file if you did not want it"
-        )
+    if told := config.notice_of_the_folder():
+        yield told
 
 
 class Orchestrator(RunCheck, Generating, SessionHost):

@@ -50,6 +50,8 @@ class GPUTrainer:
     ) -> None:
         """Choose the device; nothing listens yet."""
         self.config = config or DistributedConfig.load()
+        if told := self.config.notice_of_the_folder(of_a_worker=True):
+            show_notice(told)
         self.device = pick_device(device)
         self._port, self._host, self._name = port, host, name
         self._show = show or show_code

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from guava_nb import Orchestrator
+from guava_nb import GPUTrainer, Orchestrator
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError
 
@@ -203,3 +203,27 @@ def test_what_weakens_security_in_a_file_of_the_folder_is_told(tmp_path: Path, m
     Path(".env").write_text("GUAVA_TLS=off\n")
     with Orchestrator(DistributedConfig.load(environ={}, workers_on="", master_ip="127.0.0.1")) as session:
         assert any("tls (GUAVA_TLS in file .env). It weakens" in note for note in session.status().notes)
+
+
+def test_each_setting_of_the_folder_that_hands_over_a_session_is_told(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(".env").write_text("GUAVA_SESSION_FILE=./session.json\nGUAVA_PATH=direct\nGPU_HOST=0.0.0.0\n")
+    config = DistributedConfig.load(environ={})
+    assert config.risks_of_the_folder() == {
+        "session_file": "GUAVA_SESSION_FILE in file .env",
+        "path": "GUAVA_PATH in file .env",
+    }
+    assert config.risks_of_the_folder(of_a_worker=True) == {"gpu_host": "GPU_HOST in file .env"}
+    assert "session_file (GUAVA_SESSION_FILE in file .env), path (" in config.notice_of_the_folder()
+    Path(".env").write_text("GUAVA_SESSION_FILE=off\nGUAVA_PATH=relay\nGPU_HOST=127.0.0.1\n")
+    assert DistributedConfig.load(environ={}).notice_of_the_folder() == ""
+    assert DistributedConfig.load(environ={}).notice_of_the_folder(of_a_worker=True) == ""
+
+
+def test_a_listening_worker_tells_what_weakens_it_in_a_file_of_the_folder(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text("tls: false\ngpu_host: 0.0.0.0\n")
+    GPUTrainer(device="cpu")
+    assert (
+        "tls (tls in file config.yaml), gpu_host (gpu_host in file config.yaml). It weakens" in capsys.readouterr().out
+    )
