@@ -289,36 +289,6 @@ class DistributedConfig:
         found = _table().without_effect().items()
         return {name: instead for name, instead in found if getattr(self, name) != _table().default(name)}
 
-    def risks_of_the_folder(self, of_a_worker: bool = False) -> dict[str, Origin]:
-        """Return the settings by which a `.env` or `config.yaml` of the current folder weakens security or starts a program.
-
-        `tls` off, a `tunnel`, `workers_on`, a `master_ip` that others reach, a `session_file`, whose secret and key the session
-        takes, and the `path` "direct", on which nothing is encrypted; each with where it stands.
-
-        Args:
-            of_a_worker: that listens; then only `tls`, `tunnel`, and a `gpu_host` that others reach.
-        """
-        host = "gpu_host" if of_a_worker else "master_ip"
-        risky = {"tls": not self.tls, "tunnel": self.tunnel, host: _is_reached_by_others(getattr(self, host))}
-        if not of_a_worker:
-            risky |= {
-                "workers_on": self.workers_on,
-                "session_file": self.session_file not in ("", "off"),
-                "path": self.path == "direct",
-            }
-        found = {name: self.origin(name) for name, is_risky in risky.items() if is_risky}
-        return {name: origin for name, origin in found.items() if origin.endswith(sources.OF_THE_FOLDER)}
-
-    def notice_of_the_folder(self, of_a_worker: bool = False) -> str:
-        """Return a sentence on the settings that `risks_of_the_folder` finds; "" where it finds none."""
-        if not (risks := self.risks_of_the_folder(of_a_worker)):
-            return ""
-        told = ", ".join(f"{name} ({origin})" for name, origin in risks.items())
-        return (
-            f"set by a file of the current folder: {told}. It weakens this session's security or starts a program: "
-            "take it out of the file if you did not want it"
-        )
-
     # --------------------------------------------------------------------------------------------- what follows
 
     @property
@@ -438,10 +408,6 @@ class DistributedConfig:
     @property
     def _by_layers(self) -> bool:
         return self.model_parallel or self.pipeline_parallel
-
-
-def _is_reached_by_others(host: str) -> bool:
-    return host not in ("", "localhost", "::1") and not host.startswith("127.")
 
 
 @cache
