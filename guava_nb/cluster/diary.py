@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from guava_nb.config.state_folder import make_private_folder
+
 __all__ = ["Diary"]
 
 #: A longer file is set aside, and the one that was set aside before is gone.
@@ -39,7 +41,7 @@ class Diary:
             return
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sentence.split())}\n"
         with self._access, contextlib.suppress(OSError):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(path.parent)
             if path.exists() and path.stat().st_size > _MOST_BYTES:
                 path.replace(path.with_name(f"{path.name}.1"))
             head = "" if self._began == path else f"-- session {self.session}\n"

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import sys
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
-from guava_nb.config.state_folder import write_private
+from guava_nb.config.state_folder import (
+    OTHERS_DO,
+    OTHERS_WRITE,
+    make_private_folder,
+    not_private,
+    read_private,
+    state_folder,
+    write_private,
+)
 from guava_nb.errors import ConfigError
 from guava_nb.transport.certificate import Certificate
 
@@ -25,6 +34,8 @@ _LOCAL = ".local"
 #: Of the files beside it: those that end with the session, and all that a session file cannot be called.
 _BESIDE = (".run", ".steps", ".launched", _LOCAL)
 _TAKEN = (*_BESIDE, ".lock", ".probe", ".status")
+#: Of those beside it: what a session that opens it reads.
+_READ = (*_BESIDE, ".runs", ".run-now", ".status")
 _ABOUT_BYTES = 8 << 10  # of such a file
 _MOST = 64  # sessions of one name side by side
 _HELD: set[Path] = set()  # by this process: a lock keeps others out, and not the process that has it
@@ -69,17 +80,22 @@ class SessionFile:
         """Hold this file, or the first one beside it that no process holds: `name.json`, `name-2.json`, ...
 
         Raises:
-            ConfigError: the folder cannot be written to, or has no room or no locks; or the name is that of a file beside it.
+            ConfigError: the folder cannot be written to, or has no room or no locks; the name is that of a file beside it; or
+                what is there is no session file, or not this user's alone: nothing of it was touched.
         """
         if path.suffix in _TAKEN:
             raise ConfigError(
                 f"session_file {path}: files that end in {path.suffix} lie beside it; let it end in .json"
             )
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(path.parent)
             for number in range(1, _MOST + 1):
                 one = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
                 if one in _HELD:
+                    continue
+                if why := _why_not_ours(one):
+                    if one == path:
+                        raise ConfigError(f"session_file {path}: {why}")
                     continue
                 with contextlib.ExitStack() as undone:
                     lock = undone.enter_context(one.with_suffix(".lock").open("ab"))
@@ -100,7 +116,7 @@ class SessionFile:
         """Return what the process before left here; None where it ended its session, or `problem` says why not."""
         self.problem = ""
         try:
-            saved = msgspec.json.decode(self.path.read_bytes(), type=SavedSession)
+            saved = msgspec.json.decode(read_private(self.path), type=SavedSession)
             saved.pinned()
         except FileNotFoundError:
             return None
@@ -130,13 +146,14 @@ class SessionFile:
 
     def note_local(self, names: list[str]) -> None:
         """Note workers that this process started: they end with it, and with them what only they hold."""
-        with contextlib.suppress(OSError), self.path.with_suffix(_LOCAL).open("a", encoding="utf-8") as file:
+        path = self.path.with_suffix(_LOCAL)
+        with contextlib.suppress(OSError), open(path, "a", encoding="utf-8", opener=_open_private) as file:
             file.writelines(f"{name}\n" for name in names)
 
     def local(self) -> list[str]:
         """Return the names of those that processes before started; none where the last one ended its session."""
         try:
-            return sorted(set(self.path.with_suffix(_LOCAL).read_text(encoding="utf-8").split("\n")[:-1]))
+            return sorted(set(read_private(self.path.with_suffix(_LOCAL)).decode().split("\n")[:-1]))
         except (OSError, UnicodeDecodeError):
             return []
 
@@ -147,6 +164,26 @@ class SessionFile:
                 path.unlink(missing_ok=True)
         self._lock.close()
         _HELD.discard(self.path)
+
+
+def _why_not_ours(path: Path) -> str:
+    """Say why a session may not keep itself in a file: it would believe what is there, overwrite it, and delete it at its end."""
+    for one in (path, *map(path.with_suffix, _READ)):
+        if why := not_private(one, OTHERS_DO if one == path else OTHERS_WRITE):
+            return (
+                f"{one} is there, and {why}, so a session does not go by it: remove it, close it to others if you know that it "
+                "is yours (chmod 600), or name another file"
+            )
+    if path.parent == state_folder() or not os.path.lexists(path):
+        return ""  # what lies in our own folder is ours, also where it is damaged
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        msgspec.json.decode(read_private(path), type=SavedSession)
+        return ""
+    return "it is there, and is no session file, so it is left as it is: name a file that is not there yet"
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def is_locked_here(file: IO[bytes]) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from guava_nb.config.state_folder import state_folder, write_private
+from guava_nb.config.state_folder import read_private, state_folder, write_private
 from guava_nb.status import Status
 from guava_nb.tunnels.records import began_at, runs
 
@@ -43,7 +43,7 @@ class ShownStatus(msgspec.Struct, frozen=True):
     def read(cls, path: Path) -> ShownStatus | None:
         """Return what a file holds; None where there is none, or none that can be read."""
         with contextlib.suppress(OSError, msgspec.DecodeError):
-            return msgspec.msgpack.decode(path.read_bytes(), type=cls)
+            return msgspec.msgpack.decode(read_private(path), type=cls)
         return None
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from guava_nb.cluster.report_checks import shown_text
+from guava_nb.config.state_folder import make_private_folder
 
 __all__ = ["OutputLog"]
 
@@ -74,7 +75,7 @@ class OutputLog:
         stamp = time.strftime("%H:%M:%S")
         text = "".join(f"{stamp} {line}\n" for line in lines)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_folder(self.folder)
             with self.path(worker).open("a", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:  # a full disk must not end the session; the last lines are in memory

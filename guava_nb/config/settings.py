@@ -289,16 +289,6 @@ class DistributedConfig:
         found = _table().without_effect().items()
         return {name: instead for name, instead in found if getattr(self, name) != _table().default(name)}
 
-    def risks_of_the_folder(self) -> dict[str, Origin]:
-        """Return the settings by which a `.env` or `config.yaml` of the current folder weakens security or starts a program.
-
-        `tls` off, a `tunnel`, `workers_on`, and a `master_ip` that others reach; each with where it stands.
-        """
-        inside = self.master_ip in ("localhost", "::1") or self.master_ip.startswith("127.")
-        risky = {"tls": not self.tls, "tunnel": self.tunnel, "workers_on": self.workers_on, "master_ip": not inside}
-        found = {name: self.origin(name) for name, is_risky in risky.items() if is_risky}
-        return {name: origin for name, origin in found.items() if origin.endswith(sources.OF_THE_FOLDER)}
-
     # --------------------------------------------------------------------------------------------- what follows
 
     @property

@@ -18,7 +18,7 @@ import psutil
 
 from guava_nb.errors import GuavaError, LinkClosed
 from guava_nb.hub.relay_group import Action, Deliver, Reduce, RelayGroup
-from guava_nb.hub.store import StoreTable
+from guava_nb.hub.store import MOST_KEYS, Answers, StoreTable
 from guava_nb.hub.typed_reduce import reduce_bytes
 from guava_nb.link.session_events import Event, MessageArrived, SessionClosed, SessionHandle
 from guava_nb.protocol.messages import (
@@ -158,12 +158,17 @@ class Relay:
     def assign(self, prefix: str, session_id: bytes, rank: int, size: int) -> None:
         """From now on only sessions that were assigned a rank open groups whose names begin with `prefix`.
 
-        The default group among them takes each session as its own rank only; what others opened or set there before is dropped.
+        The default group among them takes each session as its own rank only. What others opened or set there before is
+        dropped, and their waits for its keys are refused.
         """
         with self._lock:
             if is_new := prefix not in self._assigned:
                 self._assigned[prefix] = _Assigned(size)
-            self._assigned[prefix].ranks[session_id] = rank
+            ranks = self._assigned[prefix].ranks
+            ranks[session_id] = rank
+            replies = self._store.refuse(prefix, ranks, _foreign(prefix)) if is_new else []
+            refused = self._to_sessions(replies)
+        _reply(refused)
         if is_new:
             self._drop(prefix, "its name belongs to a group of the orchestrator")
 
@@ -327,19 +332,23 @@ class Relay:
                 replies = [(session.session_id, StoreReply(message.request_id, problem=problem))]
             else:
                 replies = self._store.ask(session.session_id, message)
-            answers = [(self._clients.get(client), reply) for client, reply in replies]
-        for client, reply in answers:
-            if client is not None:
-                _send(client, reply)
+            answers = self._to_sessions(replies)
+        _reply(answers)
+
+    def _to_sessions(self, replies: Answers) -> list[tuple[SessionHandle, StoreReply]]:
+        """With the lock: whom each answer is for, less those that are gone."""
+        return [(self._clients[client], reply) for client, reply in replies if client in self._clients]
 
     def _foreign_key(self, session_id: bytes, ask: StoreAsk) -> str:
         """Say which group of the orchestrator an ask is about that the session is in no rank of; "" where there is none."""
+        if len(ask.keys) > MOST_KEYS:
+            return ""  # the store refuses it unread
         of_prefixes = ask.op in ("forget", "num_keys", "list_keys")
         for prefix, one in self._assigned.items():
             if session_id not in one.ranks and any(
                 key.startswith(prefix) or (of_prefixes and prefix.startswith(key)) for key in ask.keys
             ):
-                return f"keys that begin with {prefix!r} are for the ranks of that group, and this session has none"
+                return _foreign(prefix)
         return ""
 
     def _on_closed(self, event: SessionClosed) -> None:
@@ -441,6 +450,15 @@ class Relay:
     def _with_prefix(self, prefix: str) -> list[_Seat]:
         with self._lock:
             return [seat for name, seat in self._seats.items() if name.startswith(prefix)]
+
+
+def _foreign(prefix: str) -> str:
+    return f"keys that begin with {prefix!r} are for the ranks of that group, and this session has none"
+
+
+def _reply(answers: Iterable[tuple[SessionHandle, StoreReply]]) -> None:
+    for session, reply in answers:
+        _send(session, reply)
 
 
 def _send(session: SessionHandle, message: Message, payload: memoryview | None = None) -> None:

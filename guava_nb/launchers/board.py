@@ -7,11 +7,13 @@ or Slurm it is a folder of this user that all their machines see, as a home fold
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
-from guava_nb.config.state_folder import write_private
+from guava_nb.config.state_folder import make_private_folder, read_private, write_private
 from guava_nb.errors import ConfigError
 
 __all__ = ["Board", "FolderBoard", "StoreBoard"]
@@ -48,7 +50,9 @@ class FolderBoard:
         """
         try:
             shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(mode=0o700, parents=True)
+            if self.folder.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            make_private_folder(self.folder)
         except OSError as problem:
             raise ConfigError(
                 f"{self.folder} cannot be made ({problem.strerror or problem}): set XDG_STATE_HOME to a folder of yours that all "
@@ -62,7 +66,7 @@ class FolderBoard:
     def get(self, key: str) -> str | None:
         """The text, None where there is none."""
         with contextlib.suppress(OSError):
-            return (self.folder / key).read_text(encoding="utf-8")
+            return read_private(self.folder / key).decode()
         return None
 
     def close(self) -> None:

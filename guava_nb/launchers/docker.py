@@ -41,6 +41,8 @@ class DockerLauncher(Launcher):
         words, found = self.read(what)
         self._containers = self.read_count(words)
         self._image, self._python = found.get("image") or own_image(), found.get("python", "python")
+        if self._image.startswith("-"):  # docker would take it for an option
+            raise ConfigError(f"--on docker: {self._image!r} is no image")
         self._gpus = self.read_number(found, "gpus", 0)
         self.count = self._containers * max(1, self._gpus)
         self._workers: list[AttachedProcess] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -87,11 +88,11 @@ class KubernetesLauncher(Launcher):
         manifest = yaml.safe_dump(job_of(self.mark, self._wish), sort_keys=False)
         path.write_text(manifest, encoding="utf-8")
         self._files = [code, path]
-        where = "".join(f" {word}" for word in self._where)
+        where = "".join(f" {shlex.quote(word)}" for word in self._where)
         return (
             f"To start the workers, where kubectl knows your cluster:\n"
-            f"    kubectl{where} create secret generic {self.mark} --from-file=join-code={code}\n"
-            f"    kubectl{where} create -f {path}\n"
+            f"    kubectl{where} create secret generic {self.mark} --from-file={shlex.quote(f'join-code={code}')}\n"
+            f"    kubectl{where} create -f {shlex.quote(str(path))}\n"
             f"and to end them: kubectl{where} delete job,secret {self.mark}. The manifest, in which no secret is:\n{manifest}"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from guava_nb.config.state_folder import write_private
+from guava_nb.config.state_folder import make_private_folder, write_private
 from guava_nb.config.values import near
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.joincode import JoinCode
 
-__all__ = ["Launcher", "Order", "worker_words"]
+__all__ = ["Launcher", "Order", "is_mark", "worker_words"]
+
+_MARK = re.compile(r"guava-[0-9a-f]{10}")
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Launcher(ABC):
         options: each `KEY=VALUE` that may stand in the text, with its meaning.
         is_prompt: workers come in seconds, and no queue decides when.
         needs_address: workers run on other machines, which must reach the session's address.
-        mark: tells this start from every other one; a word of letters, digits and hyphens.
+        mark: tells this start from every other one: "guava-" and ten hexadecimal digits; only the constructor makes one.
         count: how many workers it starts; 0 where only their machines can tell.
 
     Raises (by the constructor):
@@ -163,13 +166,18 @@ class Launcher(ABC):
         """
         path = order.folder / f"{self.mark}.code"
         try:
-            order.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(order.folder)
             write_secret(path, order.code.encode())
         except OSError as problem:
             raise ConfigError(
                 f"{path} cannot be written ({problem.strerror or problem}): set XDG_STATE_HOME to a folder of yours"
             ) from problem
         return path
+
+
+def is_mark(text: str) -> bool:
+    """Whether a text can be the mark of a start: it goes into commands, so nothing else is taken for one."""
+    return _MARK.fullmatch(text) is not None
 
 
 def write_secret(path: Path, text: str) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
+from guava_nb.config.state_folder import read_private, write_private
 from guava_nb.errors import ConfigError, GuavaError
-from guava_nb.launchers.launcher import Launcher, Order
+from guava_nb.launchers.launcher import Launcher, Order, is_mark
 from guava_nb.launchers.registry import make_launcher
 from guava_nb.protocol.joincode import JoinCode
 
@@ -122,19 +123,21 @@ class Launches:
         saved = [_Saved(self._texts[one.mark], one.mark) for one in self._started if self._texts[one.mark]]
         with contextlib.suppress(OSError):
             if saved:
-                self._path.write_bytes(msgspec.json.encode(saved))
+                write_private(self._path, msgspec.json.encode(saved))
             else:
                 self._path.unlink(missing_ok=True)
 
     def _load(self) -> None:
-        """Take over what a process before this one started for the session and did not end."""
+        """Take over what a process before this one started for the session and did not end; not what others may have written."""
         if self._path is None:
             return
         try:
-            saved = msgspec.json.decode(self._path.read_bytes(), type=list[_Saved])
+            saved = msgspec.json.decode(read_private(self._path), type=list[_Saved])
         except (OSError, msgspec.DecodeError, msgspec.ValidationError):
             return
         for one in saved:
+            if not is_mark(one.mark) or one.mark in self._texts:
+                continue
             with contextlib.suppress(ConfigError):
                 launcher = make_launcher(one.text)
                 launcher.mark = one.mark

@@ -20,6 +20,9 @@ __all__ = ["SshLauncher"]
 
 _Found = TypeVar("_Found")
 
+#: A ProxyCommand of the user's ssh config gives the host to a shell, and an old ssh as it is.
+_NO_HOST = "'`\"$\\;&<>|(){}*?!#"
+
 #: For one look at a host: connection, keys, and Python's start.
 CHECK_S = 60.0
 #: Seconds that workers get to leave when all is ended, and the system of a host to end those that do not.
@@ -58,7 +61,9 @@ class SshLauncher(Launcher):
         if not self._hosts:
             raise ConfigError(f"--on ssh needs hosts that you have ssh to, as in --on {self.example}")
         for host in self._hosts:
-            if host.startswith("-") or any(char.isspace() for char in host):
+            if host.startswith("-") or any(
+                char.isspace() or not char.isprintable() or char in _NO_HOST for char in host
+            ):
                 raise ConfigError(f"--on ssh: {host!r} is no host")
             if self._hosts.count(host) > 1:
                 raise ConfigError(
@@ -195,8 +200,9 @@ class SshLauncher(Launcher):
 
     def _end_on(self, host: str) -> str:
         """By the mark in its arguments, and by nothing else: numbers of processes are given again."""
-        pattern = f"[{self.mark[0]}]{self.mark[1:]}"  # does not find itself
-        find = f"ps -U \"$(id -u)\" -o pid= -o args= | awk '/-m guava_nb worker .*--mark {pattern}( |$)/ {{print $1}}'"
+        pattern = shlex.quote(f"mark=[{self.mark[0]}]{self.mark[1:]}")  # does not find itself
+        look = shlex.quote('$0 ~ ("-m guava_nb worker .*--mark " mark "( |$)") {print $1}')
+        find = f'ps -U "$(id -u)" -o pid= -o args= | awk -v {pattern} {look}'
         script = (
             f'p=$({find}); [ -z "$p" ] && exit 0\nkill -TERM $p\n'
             f'for i in 1 2 3 4 5 6 7 8 9 10; do sleep 1; p=$({find}); [ -z "$p" ] && exit 0; done\nkill -KILL $p\n'

@@ -20,6 +20,7 @@ from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.host import SessionHost
 from guava_nb.cluster.path_probe import cuda_reach
 from guava_nb.config import MODE_DEFAULTS, DistributedConfig, check_plan, mode_settings
+from guava_nb.config.folder_risks import folder_notice
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import ClusterError, ConfigError
 from guava_nb.evaluation.between_runs import ask
@@ -62,12 +63,8 @@ def _sentences_on(config: DistributedConfig) -> Iterator[str]:
     if ignored := config.without_effect():
         told = ", ".join(f"{name} ({other} takes its place)" if other else name for name, other in ignored.items())
         yield f"accepted, without effect here: {told}; see help(DistributedConfig)"
-    if risks := config.risks_of_the_folder():
-        told = ", ".join(f"{name} ({origin})" for name, origin in risks.items())
-        yield (
-            f"set by a file of the current folder: {told}. It weakens this session's security or starts a program: "
-            "take it out of the file if you did not want it"
-        )
+    if told := folder_notice(config):
+        yield told
 
 
 class Orchestrator(RunCheck, Generating, SessionHost):

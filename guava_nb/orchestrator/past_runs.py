@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from guava_nb.config.state_folder import write_private
+from guava_nb.config.state_folder import read_private, write_private
 from guava_nb.status import RunStatus
 from guava_nb.training.run import Run
 
@@ -102,7 +102,7 @@ class PastRuns:
 
     def _decoded(self, suffix: str, form: type[_T]) -> _T | None:
         with contextlib.suppress(OSError, msgspec.DecodeError):
-            return msgspec.msgpack.decode(self._file(suffix).read_bytes(), type=form)
+            return msgspec.msgpack.decode(read_private(self._file(suffix)), type=form)
         return None
 
     def _file(self, suffix: str) -> Path:

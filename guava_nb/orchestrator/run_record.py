@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import msgspec
 import torch
 
 from guava_nb.cluster.cluster import Cluster
+from guava_nb.config.state_folder import OTHERS_WRITE, not_private
 from guava_nb.errors import CheckpointError
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.sync.replica_set import ReplicaSet
@@ -110,8 +112,10 @@ class RunRecord:
             **self._facts(),
             "steps": (name := secrets.token_hex(8)),
         }
-        write_durably(self._path, lambda sink: torch.save(content, sink), _ABOUT_BYTES)  # type: ignore[arg-type]
-        self._steps = _steps_of(self._path).open("w", encoding="ascii", buffering=1)
+        write_durably(self._path, lambda sink: torch.save(content, sink), _ABOUT_BYTES, 0o600)  # type: ignore[arg-type]
+        (steps := _steps_of(self._path)).unlink(missing_ok=True)
+        handle = os.open(steps, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._steps = open(handle, "w", encoding="ascii", buffering=1)  # noqa: SIM115 - it stays open for the run
         self._steps.write(f"{name}\n")
 
     def close(self) -> None:
@@ -151,7 +155,9 @@ class LastRun:
 
     @classmethod
     def read(cls, path: Path) -> LastRun | None:
-        """Return what lies there; None for nothing, or nothing that can be read."""
+        """Return what lies there; None for nothing, nothing that can be read, or what other users may have written."""
+        if any(not_private(one, OTHERS_WRITE) for one in (path, _steps_of(path))):
+            return None
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
             if content["format"] != FORMAT:

@@ -25,6 +25,7 @@ from typing import IO, Any
 import msgspec
 
 from guava_nb.config import DistributedConfig
+from guava_nb.config.state_folder import make_private_folder
 from guava_nb.errors import GuavaError, JoinCodeError
 from guava_nb.link.dialler import visit
 from guava_nb.link.options import LinkOptions, link_options
@@ -192,7 +193,7 @@ class WorkerHandle:
         if self._log_path is None:
             return None
         try:
-            self._log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_folder(self._log_path.parent)
             return self._log_path.open("a", encoding="utf-8")
         except OSError as error:  # its output must be read all the same, or it would wait for us when the pipe is full
             self._lines.append(f"what this worker prints is not kept on disk: {error}")

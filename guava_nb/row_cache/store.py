@@ -14,6 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from guava_nb.config.state_folder import make_private_folder
 from guava_nb.data.rows import key_of
 from guava_nb.row_cache.policy import cost_function
 
@@ -249,9 +250,10 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 
 def _take_slot(directory: Path) -> tuple[Path, FileLock]:
+    make_private_folder(directory, default_directory().parent)
     for number in range(_MAX_SLOTS):
         folder = directory / f"worker-{number}"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         if not _kept_private(folder):
             continue
         lock = FileLock(folder / _LOCK_NAME)

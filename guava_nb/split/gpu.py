@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from guava_nb.config import DistributedConfig
+from guava_nb.config.folder_risks import folder_notice
 from guava_nb.errors import ConfigError
 from guava_nb.link.tunnel_keeper import asked_here
 from guava_nb.protocol.joincode import JoinCode
@@ -50,6 +51,8 @@ class GPUTrainer:
     ) -> None:
         """Choose the device; nothing listens yet."""
         self.config = config or DistributedConfig.load()
+        if told := folder_notice(self.config, of_a_worker=True):
+            show_notice(told)
         self.device = pick_device(device)
         self._port, self._host, self._name = port, host, name
         self._show = show or show_code

@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from guava_nb.config.state_folder import write_private
+from guava_nb.config.state_folder import make_private_folder, write_private
 from guava_nb.errors import ConfigError
 
 __all__ = ["DOWNLOADS", "VERSION", "fetched_path", "find_cloudflared", "required_cloudflared"]
@@ -62,14 +62,15 @@ def find_cloudflared(what: str = "") -> str | None:
     Args:
         what: path or name; "" looks for `cloudflared` on PATH, then for one that was fetched before.
 
+    A program that was fetched before is named only if its SHA-256 is still the one that we know, and is fetched anew otherwise.
+
     Raises:
         ConfigError: there is no program of the name that was given.
     """
     found = shutil.which(os.path.expanduser(what) or "cloudflared")
     if found is None and what:
         raise ConfigError(f"there is no program {what}: {_GET_ONE}")
-    fetched = fetched_path()
-    return found or (str(fetched) if fetched.is_file() else None)
+    return found or (str(fetched_path()) if _is_as_fetched(fetched_path()) else None)
 
 
 def required_cloudflared(what: str = "", tell: Callable[[str], object] = sys.stderr.write) -> str:
@@ -85,25 +86,29 @@ def required_cloudflared(what: str = "", tell: Callable[[str], object] = sys.std
     found = find_cloudflared(what)
     if found is not None:
         return found
-    system, machine = platform.system().lower(), platform.machine().lower()
-    if (system, machine) not in FILES:
+    if (release := _release()) is None:
+        system, machine = _machine()
         raise ConfigError(
             f"cloudflared is not installed here, and none is fetched for {system} on {machine}: {_GET_ONE}"
         )
-    name, sha256 = FILES[system, machine]
+    name, sha256 = release
     url, target = f"{RELEASES}/{VERSION}/{name}", fetched_path()
     tell(f"cloudflared is not on PATH: fetching version {VERSION} (20 to 55 MB) from {url}\n")
     began = time.monotonic()
     try:
+        make_private_folder(target.parent, target.parent)
         content = _download(url)
         if not hmac.compare_digest(hashlib.sha256(content).hexdigest(), sha256):
             raise ConfigError(
                 f"what came from {url} ({len(content)} bytes) is not cloudflared {VERSION}: its SHA-256 is another one, so it "
                 f"was thrown away. A proxy or login page may be in between: use another network, or {_GET_ONE}"
             )
-        target.parent.mkdir(parents=True, exist_ok=True)
         # As a whole: a program that is half there is never found.
-        write_private(target, _unpacked(content) if name.endswith(".tgz") else content, 0o700)
+        if name.endswith(".tgz"):  # the hash is the archive's, which stays for the next look
+            write_private(_archive_of(target), content)
+            write_private(target, _unpacked(content), 0o700)
+        else:
+            write_private(target, content, 0o700)
     except (OSError, http.client.HTTPException, tarfile.TarError) as problem:
         raise ConfigError(f"cloudflared could not be fetched from {url} ({_reason(problem)}): {_GET_ONE}") from problem
     tell(f"Its SHA-256 is right; it took {time.monotonic() - began:.0f} s and stays at {target}\n")
@@ -118,6 +123,33 @@ def fetched_path() -> Path:
         base = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
     ending = ".exe" if os.name == "nt" else ""
     return Path(base).expanduser() / "guava_nb" / f"cloudflared-{VERSION}{ending}"
+
+
+def _machine() -> tuple[str, str]:
+    return platform.system().lower(), platform.machine().lower()
+
+
+def _release() -> tuple[str, str] | None:
+    return FILES.get(_machine())
+
+
+def _archive_of(program: Path) -> Path:
+    return program.with_name(f"{program.name}.tgz")
+
+
+def _is_as_fetched(program: Path) -> bool:
+    """Whether a program that lies there is the release, to the byte: it is run as this user."""
+    if (release := _release()) is None:
+        return False
+    name, sha256 = release
+    try:
+        make_private_folder(program.parent, program.parent)
+        content = program.read_bytes()
+        source = _archive_of(program).read_bytes() if name.endswith(".tgz") else content
+        right = hmac.compare_digest(hashlib.sha256(source).hexdigest(), sha256)
+        return right and (source is content or content == _unpacked(source))
+    except (OSError, tarfile.TarError, EOFError):
+        return False
 
 
 def _download(url: str) -> bytes:

@@ -17,7 +17,7 @@ from IPython.core.error import UsageError
 
 from guava_nb.cluster.session_file import is_locked_here
 from guava_nb.config import DistributedConfig
-from guava_nb.config.state_folder import write_private
+from guava_nb.config.state_folder import make_private_folder, write_private
 from guava_nb.config.units import parse_seconds
 from guava_nb.errors import ClusterError, ConfigError, GuavaError
 from guava_nb.notebook.background.record import Record, record_path
@@ -256,7 +256,7 @@ def _started(path: Path, idle_limit_s: float) -> tuple[Record, bool]:
         ConfigError: the folder in which it is found cannot be written.
     """
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(path.parent)
         with path.with_suffix(".background.lock").open("ab") as lock:
             until = time.monotonic() + _START_S
             while not is_locked_here(lock) and time.monotonic() < until:  # it ends with its process, so this does

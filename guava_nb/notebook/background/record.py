@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from pathlib import Path
 
 import msgspec
 
+from guava_nb.config.state_folder import make_private_folder, read_private, write_private
 from guava_nb.notebook.up import session_file
 from guava_nb.tunnels.records import runs
 
@@ -40,16 +39,13 @@ class Record(msgspec.Struct, frozen=True):
     def read(cls, path: Path) -> Record | None:
         """Return what a file says; None where there is none, or none that can be read."""
         with contextlib.suppress(OSError, msgspec.DecodeError):
-            return msgspec.json.decode(path.read_bytes(), type=cls)
+            return msgspec.json.decode(read_private(path), type=cls)
         return None
 
     def write(self, path: Path) -> None:
         """Put it on file, whole."""
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")  # mode 0600
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.encode(self))
-        Path(name).replace(path)
+        make_private_folder(path.parent)
+        write_private(path, msgspec.json.encode(self))
 
 
 def record_path() -> Path:

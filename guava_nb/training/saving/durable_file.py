@@ -58,13 +58,14 @@ class Sink:
         """Nothing is held back."""
 
 
-def write_durably(path: Path, write: Callable[[Sink], None], needed_bytes: int) -> None:
+def write_durably(path: Path, write: Callable[[Sink], None], needed_bytes: int, mode: int = 0o666) -> None:
     """Write a file beside its place, bring it to the disk, and put it there in one step.
 
     Args:
         path: its folder is made.
         write: writes the content.
         needed_bytes: about its size, for the error.
+        mode: that it gets, less what the umask takes.
 
     Raises:
         NotWritten: it is not there; an older file of this name is as it was.
@@ -75,7 +76,7 @@ def write_durably(path: Path, write: Callable[[Sink], None], needed_bytes: int) 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path.parent)
-        _write_through(partial, write)
+        _write_through(partial, write, mode)
         os.replace(partial, path)
         sync_folder(path.parent)
     except BaseException as error:
@@ -86,8 +87,8 @@ def write_durably(path: Path, write: Callable[[Sink], None], needed_bytes: int) 
         raise
 
 
-def _write_through(partial: Path, write: Callable[[Sink], None]) -> None:
-    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+def _write_through(partial: Path, write: Callable[[Sink], None], mode: int) -> None:
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode)
     try:
         sink = Sink(handle)
         write(sink)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from guava_nb.config.state_folder import sync_folder
+from guava_nb.config.state_folder import make_private_folder, sync_folder
 from guava_nb.config.units import show_bytes
 from guava_nb.protocol.messages import Tree
 
@@ -80,7 +80,7 @@ class StateFiles:
         ]
         parts += buffers
         needed = sum(len(memoryview(part).cast("B")) for part in parts) + _DIGEST_BYTES
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(self.folder)
         free = shutil.disk_usage(self.folder).free
         if needed > free / 2:
             raise NoRoom(

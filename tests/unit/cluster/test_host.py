@@ -15,6 +15,7 @@ import pytest
 
 from guava_nb import Orchestrator
 from guava_nb.cluster import host
+from guava_nb.config.state_folder import write_private
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_a_session_whose_port_another_program_has_goes_on_at_another_one(tmp_pat
     code, session_id = first.open(), first._open_cluster().session_id
     saved = path.read_bytes()
     first.close()
-    path.write_bytes(saved)  # as if its process had been killed
+    write_private(path, saved)  # as if its process had been killed
     with socket.create_server(("127.0.0.1", code.port)), Orchestrator(session_file=str(path)) as second:
         moved = second.open()
         assert second.goes_on and second.has_moved and moved.port != code.port

@@ -12,6 +12,7 @@ import pytest
 
 from guava_nb.cluster import session_file
 from guava_nb.cluster.session_file import SavedSession, SessionFile
+from guava_nb.config.state_folder import state_folder, write_private
 from guava_nb.errors import ConfigError
 from guava_nb.transport.certificate import self_signed_certificate
 
@@ -154,3 +155,73 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="session_file .* cannot be written"):
         SessionFile.take(tmp_path / "file" / "one.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"\\documentclass{article}", b"{}", b'{"cells": []}'])
+def test_a_file_that_is_no_session_file_is_refused_and_stays_as_it_is(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "thesis.tex"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(
+        ConfigError, match="is no session file, so it is left as it is: name a file that is not there yet"
+    ):
+        SessionFile.take(path)
+    assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
+    path.unlink()
+    path.mkdir(mode=0o700)
+    with pytest.raises(ConfigError, match="is no session file"):
+        SessionFile.take(path)
+
+
+def test_a_file_of_the_user_where_a_second_session_would_lie_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "one-2.json").write_text("mine")
+    (tmp_path / "one-2.json").chmod(0o600)
+    files = [SessionFile.take(tmp_path / "one.json") for _ in range(2)]
+    assert [file.path.name for file in files] == ["one.json", "one-3.json"]
+    for file in files:
+        file.release(forget=True)
+    assert (tmp_path / "one-2.json").read_text() == "mine"
+
+
+def test_a_damaged_file_in_our_own_folder_makes_room_for_a_new_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    before = SessionFile.take(state_folder() / "session-1.json")
+    write_private(before.path, b"damaged")
+    before.release(forget=False)
+    file = SessionFile.take(state_folder() / "session-1.json")
+    assert file.load() is None and "cannot be read" in file.problem
+    file.release(forget=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner and no mode here")
+@pytest.mark.parametrize(
+    ("suffix", "bits", "why"),
+    [
+        (".json", 0o640, "other users may read it"),
+        (".json", 0o602, "other users may write it"),
+        (".launched", 0o620, "other users may write it"),
+        (".local", 0o620, "other users may write it"),
+        (".run", 0o620, "other users may write it"),
+        (".json", 0o600, "another user owns it"),
+        (".steps", 0o600, "another user owns it"),
+    ],
+)
+def test_a_file_that_others_may_have_made_or_seen_is_refused(
+    suffix: str, bits: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = SessionFile.take(tmp_path / "one.json")
+    file.save(saved())
+    file.release(forget=False)
+    one = tmp_path / f"one{suffix}"
+    one.touch()
+    one.chmod(bits)
+    before = one.read_bytes()
+    if bits == 0o600:
+        monkeypatch.setattr(os, "getuid", lambda: one.stat().st_uid + 1)
+        if suffix != ".json":
+            file.path.unlink()
+    with pytest.raises(ConfigError, match=f"one{suffix} is there, and {why}"):
+        SessionFile.take(tmp_path / "one.json")
+    assert one.read_bytes() == before

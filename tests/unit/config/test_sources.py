@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from guava_nb import Orchestrator
+from guava_nb import GPUTrainer, Orchestrator
 from guava_nb.config import DistributedConfig
+from guava_nb.config.folder_risks import folder_notice, folder_risks
 from guava_nb.errors import ConfigError
 
 SEED_ENVIRONMENT = {
@@ -178,28 +179,50 @@ def test_unknown_argument_names_the_near_one() -> None:
 
 def test_what_weakens_security_in_a_file_of_the_folder_is_told(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert DistributedConfig.load(environ={}).risks_of_the_folder() == {}
+    assert folder_risks(DistributedConfig.load(environ={})) == {}
     Path(".env").write_text("GUAVA_TLS=off\nGUAVA_TUNNEL=cloudflared:./a\nMASTER_IP=127.0.0.1\nGUAVA_SEED=3\n")
     Path("config.yaml").write_text("workers_on: docker:2\nmaster_ip: 0.0.0.0\ntls: true\n")
     config = DistributedConfig.load(environ={})
-    assert config.risks_of_the_folder() == {
+    assert folder_risks(config) == {
         "tls": "GUAVA_TLS in file .env",
         "tunnel": "GUAVA_TUNNEL in file .env",
         "workers_on": "workers_on in file config.yaml",
     }
-    assert list(config.replace(tls=False, seed=1).risks_of_the_folder()) == ["tunnel", "workers_on"], (
-        "by hand is wanted"
-    )
+    assert list(folder_risks(config.replace(tls=False, seed=1))) == ["tunnel", "workers_on"], "by hand is wanted"
     said = DistributedConfig.load(environ={"GUAVA_TLS": "0"}, tunnel="ngrok", workers_on="", master_ip="0.0.0.0")
-    assert said.risks_of_the_folder() == {}
+    assert folder_risks(said) == {}
     Path(".env").unlink()
-    assert DistributedConfig.load(environ={}).risks_of_the_folder() == {
+    assert folder_risks(DistributedConfig.load(environ={})) == {
         "workers_on": "workers_on in file config.yaml",
         "master_ip": "master_ip in file config.yaml",
     }
     named = tmp_path / "mine.env"
     named.write_text("GUAVA_TLS=off\n")
-    assert "tls" not in DistributedConfig.load(env_file=named, environ={}).risks_of_the_folder()
+    assert "tls" not in folder_risks(DistributedConfig.load(env_file=named, environ={}))
     Path(".env").write_text("GUAVA_TLS=off\n")
     with Orchestrator(DistributedConfig.load(environ={}, workers_on="", master_ip="127.0.0.1")) as session:
         assert any("tls (GUAVA_TLS in file .env). It weakens" in note for note in session.status().notes)
+
+
+def test_each_setting_of_the_folder_that_hands_over_a_session_is_told(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(".env").write_text("GUAVA_SESSION_FILE=./session.json\nGUAVA_PATH=direct\nGPU_HOST=0.0.0.0\n")
+    config = DistributedConfig.load(environ={})
+    assert folder_risks(config) == {
+        "session_file": "GUAVA_SESSION_FILE in file .env",
+        "path": "GUAVA_PATH in file .env",
+    }
+    assert folder_risks(config, of_a_worker=True) == {"gpu_host": "GPU_HOST in file .env"}
+    assert "session_file (GUAVA_SESSION_FILE in file .env), path (" in folder_notice(config)
+    Path(".env").write_text("GUAVA_SESSION_FILE=off\nGUAVA_PATH=relay\nGPU_HOST=127.0.0.1\n")
+    assert folder_notice(DistributedConfig.load(environ={})) == ""
+    assert folder_notice(DistributedConfig.load(environ={}), of_a_worker=True) == ""
+
+
+def test_a_listening_worker_tells_what_weakens_it_in_a_file_of_the_folder(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text("tls: false\ngpu_host: 0.0.0.0\n")
+    GPUTrainer(device="cpu")
+    assert (
+        "tls (tls in file config.yaml), gpu_host (gpu_host in file config.yaml). It weakens" in capsys.readouterr().out
+    )

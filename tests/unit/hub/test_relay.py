@@ -431,6 +431,25 @@ def test_what_others_opened_under_the_name_of_a_formed_group_makes_room_for_it()
     assert world.relay._assigned == {}
 
 
+def test_a_wait_that_was_placed_before_a_group_was_formed_gets_nothing_of_its_keys() -> None:
+    world = World(2, opened=False)
+    other = stranger(world)
+    for request, (op, key) in enumerate((("get", "run/3/0/k"), ("wait", "run/3/0/k"), ("queue_pop", "run/3/q")), 1):
+        world.say(2, StoreAsk(request, op, ("own", key) if op == "get" else (key,), number=1))
+    world.say(2, StoreAsk(4, "get", ("run/4/k",)))
+    assert not other.of(StoreReply)
+    for rank in range(2):
+        world.relay.assign("run/3/", world.sessions[rank].session_id, rank, 2)
+    refused = other.of(StoreReply)
+    assert [reply.request_id for reply in refused] == [1, 2, 3]
+    assert all("'run/3/' are for the ranks of that group" in reply.problem for reply in refused)
+    world.say(1, StoreAsk(1, "get", ("run/3/0/k",)))
+    world.say(0, StoreAsk(1, "set", ("run/3/0/k", "own"), (b"secret", b"")))
+    world.say(0, StoreAsk(2, "queue_push", ("run/3/q",), (b"secret",)))
+    assert other.of(StoreReply) == refused
+    assert world.sessions[1].of(StoreReply)[0].values == (b"secret",)
+
+
 def parcel(group: str, target: int, number: int, nbytes: int) -> Parcel:
     tensor = FlatTensor("uint8", nbytes)
     return Parcel(group=group, source=0, target=target, tag=0, number=number, offset=0, total=nbytes, tensor=tensor)

@@ -201,3 +201,60 @@ def test_each_way_past_the_limit_is_shut():
         assert "ask for fewer" in only(ask(table, "multi_get", "k", "k")).problem
         ask(table, "append", "k", values=[bytes(100)], client=B)  # the whole is B's then
         assert "may take" in only(ask(table, "append", "k", values=[bytes(400)], client=B)).problem
+
+
+def test_a_wait_needs_all_its_keys_at_once_and_those_that_are_not_for_it_leave_it_alone():
+    table = StoreTable()
+    assert ask(table, "get", "a", "b", "a", client=A, request=1) == []
+    ask(table, "set", "a", values=[b"1"], client=B)
+    ask(table, "delete", "a", client=B)
+    assert len(ask(table, "set", "b", values=[b"2"], client=B)) == 1, "a is gone again"
+    assert len(ask(table, "set", "b", values=[b"3"], client=B)) == 1, "a key that comes twice is one"
+    table.forget("b")
+    assert len(ask(table, "multi_set", "c", "a", values=[b"", b"4"], client=B)) == 1
+    assert ask(table, "append", "b", values=[b"5"], client=B)[1] == (A, StoreReply(1, (b"4", b"5", b"4")))
+    assert not table._waiting and not table._waiting_for and not table._waits
+
+
+def test_an_ask_looks_only_at_those_who_wait_for_its_keys():
+    table, looks = StoreTable(), list[str]()
+    for request in range(MOST_WAITS):
+        ask(table, "get", "here", "never", client=A, request=request)
+        ask(table, "queue_pop", "queue", number=1, client=B, request=request)
+    for op, handler in table._handlers.items():
+        table._handlers[op] = lambda what, op=op, handler=handler: (looks.append(op), handler(what))[1]
+    for op, key in (("set", "here"), ("delete", "here"), ("set", "other"), ("queue_push", "queue"), ("check", "never")):
+        ask(table, op, key, values=[b""] if op != "delete" else (), client=b"c")
+    assert looks == ["set", "delete", "set", "queue_push", "queue_pop", "check"]
+
+
+def test_what_an_ask_its_waits_and_its_keys_name_is_bounded_in_number_and_told():
+    with mock.patch.object(store, "MOST_KEYS", 6):
+        table = StoreTable()
+        ask(table, "set", "k", values=[b""])
+        assert "may name 6 keys, and this one names 7" in only(ask(table, "get", *"kkkkkkk")).problem
+        assert len(only(ask(table, "get", *"kkkkkk")).values) == 6
+        assert ask(table, "get", *"abcd") == []
+        assert "waits of this member may name 6 keys" in only(ask(table, "wait", *"abc")).problem
+        assert ask(table, "wait", *"abc", client=B) == []
+        assert "may have 6 keys" in only(ask(table, "set", *"lmnopq", values=[b""] * 6)).problem
+        ask(table, "set", *"lmnop", values=[b""] * 5)
+        for op in ("append", "add", "claim", "lend", "queue_push", "compare_set"):
+            assert "may have 6 keys" in only(ask(table, op, "x", values=[b""] * (1 + (op == "compare_set")))).problem
+        assert not only(ask(table, "set", "k", values=[b"again"])).problem
+        ask(table, "set", "mine", values=[b""], client=B)
+        table.lost(A)
+        table.lost(B)
+        assert only(ask(table, "list_keys", "")).values == (b"k", b"m", b"mine", b"n", b"o", b"p"), "l is the oldest"
+
+
+def test_what_is_appended_is_not_copied_each_time_and_never_changes_an_answer():
+    table = StoreTable()
+    ask(table, "append", "k", values=[b"a"])
+    held = table._values["k"]
+    before = only(ask(table, "get", "k")).values
+    ask(table, "append", "k", values=[b"b"])
+    assert table._values["k"] is held and before == (b"a",)
+    assert only(ask(table, "claim", "k", values=[b""])).values == (b"ab",)
+    assert only(ask(table, "compare_set", "k", values=[b"x", b"y"])).values == (b"ab",)
+    assert all(type(value) is bytes for value in only(ask(table, "get", "k")).values)

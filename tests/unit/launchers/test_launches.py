@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,42 @@ def test_one_launcher_that_cannot_be_told_does_not_keep_the_code_from_the_next(o
     all_.follow(order.code)
     assert other.codes == [order.code] and any("were not told the new join code: deaf" in line for line in told)
     all_.end()
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "x/ {system(\"id\")} /'; touch x; '",
+        "guava-0123456789$(id)",
+        "guava-",
+        "",
+        "-f",
+        "guava-0123456789\n",
+        "other-name",
+    ],
+)
+def test_a_mark_that_was_not_made_here_reaches_no_command(mark: str, tmp_path: Path) -> None:
+    path = tmp_path / "s.launched"
+    path.write_text(json.dumps([{"text": "fake:2", "mark": mark}, {"text": "fake:2", "mark": "guava-0123456789"}] * 2))
+    path.chmod(0o600)
+    Launches(lambda sentence: None, path).end()
+    assert Fake.ended == ["guava-0123456789"]
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner and no mode here")
+def test_a_note_that_others_may_have_written_is_none_and_ours_is_closed_to_them(tmp_path: Path, order: Order) -> None:
+    path = tmp_path / "s.launched"
+    before = os.umask(0o002)
+    try:
+        killed = Launches(lambda sentence: None, path)
+        killed.start(Fake("2"), "fake:2", order)
+        killed._ended.set()
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o077 == 0
+    path.chmod(0o620)
+    Launches(lambda sentence: None, path).end()
+    assert Fake.ended == []
+    path.chmod(0o600)
+    Launches(lambda sentence: None, path).end()
+    assert len(Fake.ended) == 1

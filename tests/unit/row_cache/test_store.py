@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -141,3 +142,20 @@ def test_rows_lie_in_a_folder_of_this_user_alone_whatever_was_there(
     monkeypatch.setattr("os.getuid", lambda: 1 + (tmp_path / "worker-1").stat().st_uid)
     with pytest.raises(OSError, match="belong to other users"):
         open_store("disk", 1 << 20, str(tmp_path / "shared"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders have no mode here")
+def test_the_folders_above_a_cache_are_of_its_user_alone_whatever_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    before = os.umask(0o002)
+    try:
+        (tmp_path / ".cache" / "guava_nb").mkdir(parents=True)
+        open_store("disk", 1 << 20, "").close()
+        open_store("disk", 1 << 20, str(tmp_path / "named" / "rows")).close()
+    finally:
+        os.umask(before)
+    ours = (".cache/guava_nb", ".cache/guava_nb/rows", ".cache/guava_nb/rows/worker-0", "named", "named/rows")
+    assert {(tmp_path / one).stat().st_mode & 0o777 for one in ours} == {0o700}
+    assert (tmp_path / ".cache").stat().st_mode & 0o777 == 0o775

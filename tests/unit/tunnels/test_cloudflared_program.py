@@ -139,19 +139,74 @@ def test_a_system_without_a_release_is_told(server: Server, monkeypatch: pytest.
     assert server.asked == []
 
 
-def test_the_release_for_macos_is_unpacked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def packed_for_macos() -> bytes:
     packed = io.BytesIO()
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as tar:
         info = tarfile.TarInfo("cloudflared")
         info.size = len(PROGRAM)
         tar.addfile(info, io.BytesIO(PROGRAM))
+    return packed.getvalue()
+
+
+def test_the_release_for_macos_is_unpacked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = packed_for_macos()
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    known = hashlib.sha256(packed.getvalue()).hexdigest()
+    known = hashlib.sha256(packed).hexdigest()
     monkeypatch.setitem(FILES, ("darwin", "arm64"), ("cloudflared-darwin-arm64.tgz", known))
-    server.answer = Answer(packed.getvalue())
+    server.answer = Answer(packed)
     assert Path(required_cloudflared("", len)).read_bytes() == PROGRAM
 
 
 def test_every_release_file_has_a_hash() -> None:
     assert all(len(sha256) == 64 and int(sha256, 16) for _, sha256 in FILES.values())
+
+
+@pytest.mark.parametrize(
+    "damage", ["other bytes", "a link to another program", "of a version before, without its archive"]
+)
+@pytest.mark.parametrize("system", ["Linux", "Darwin"])
+def test_a_fetched_program_that_was_changed_is_not_run_but_fetched_anew(
+    system: str, damage: str, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    content = PROGRAM
+    if system == "Darwin":
+        content = packed_for_macos()
+        monkeypatch.setattr(platform, "system", lambda: "Darwin")
+        monkeypatch.setattr(platform, "machine", lambda: "arm64")
+        known = hashlib.sha256(content).hexdigest()
+        monkeypatch.setitem(FILES, ("darwin", "arm64"), ("cloudflared-darwin-arm64.tgz", known))
+    server.answer = Answer(content)
+    path = Path(required_cloudflared("", len))
+    assert find_cloudflared() == str(path)
+    if damage == "other bytes":
+        path.write_bytes(b"#!/bin/sh\ntouch touched\n")
+    elif damage.startswith("a link"):
+        (tmp_path / "other").write_bytes(b"#!/bin/sh\ntouch touched\n")
+        path.unlink()
+        path.symlink_to(tmp_path / "other")
+    elif system == "Darwin":
+        path.with_name(f"{path.name}.tgz").unlink()
+    else:
+        path.write_bytes(b"")
+    assert find_cloudflared() is None
+    server.answer = Answer(content)
+    assert required_cloudflared("", len) == str(path) == find_cloudflared()
+    assert path.read_bytes() == PROGRAM and len(server.asked) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner and no mode here")
+def test_its_folder_is_of_this_user_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0o002)
+    try:
+        required_cloudflared("", len)
+    finally:
+        os.umask(before)
+    folder = fetched_path().parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o775)
+    assert find_cloudflared() and folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    assert find_cloudflared() is None
+    with pytest.raises(ConfigError, match="another user owns it"):
+        required_cloudflared("", len)
