@@ -331,14 +331,19 @@ class StepExchange(ABC, Generic[_Replicas]):
         """Do what the step's machine decided."""
         for instruction in instructions:
             if isinstance(instruction, Decided):
+                self._order(in_flight, instruction.commit)
                 self._commit(in_flight, instruction)
 
-    def _commit(self, in_flight: StepInFlight, decided: Decided, is_order: bool = True) -> None:
+    def _order(self, in_flight: StepInFlight, commit: Commit) -> None:
+        """Have those apply the step that wait for it and got no sum, which would have carried the commit."""
         machine = in_flight.machine
-        if is_order and not machine.solo and not machine.buckets:  # else the last sum carries the commit
-            order = CommitStep(self._replicas.run_id, machine.generation, machine.step, decided.commit)
+        if not machine.solo and not machine.buckets:
             waiting = [rank for rank in in_flight.members if self._replicas.at.get(rank, -1) < machine.step]
+            order = CommitStep(self._replicas.run_id, machine.generation, machine.step, commit)
             self._job.cluster.send_all(waiting, order)
+
+    def _commit(self, in_flight: StepInFlight, decided: Decided) -> None:
+        machine = in_flight.machine
         del self.in_flight[machine.step]
         for task in machine.tasks:  # of a shard that two workers had, only one report came in time
             self._credit.worked(machine.step, task.index)
@@ -351,7 +356,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         for number in sorted(n for n, f in self.in_flight.items() if n <= step and f.machine.is_applied_first):
             in_flight = self.in_flight[number]
             # No order to apply it: who has not is in no state to, and its figures are not known.
-            self._commit(in_flight, Decided(Commit(1.0, False), math.nan, in_flight.machine.rows), is_order=False)
+            self._commit(in_flight, Decided(Commit(1.0, False), math.nan, in_flight.machine.rows))
 
     def _not_finite(self, in_flight: StepInFlight, halt: Halt, nonfinite: str) -> NotFinite:
         """Return the error on a NaN or Inf from a worker; `nonfinite` is a parameter or a buffer, "" for the loss."""
