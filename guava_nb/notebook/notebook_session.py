@@ -35,6 +35,7 @@ from guava_nb.notebook.up import (
     code_to_dial,
     first_settings,
     goes_on_notes,
+    held_run,
     look_at_tunnel,
     lost_run,
     new_orchestrator,
@@ -236,6 +237,8 @@ class NotebookSession:
         arguments = self._arguments(args)
         if args.resume == "session" and orchestrator.run is None and (lost := lost_run(orchestrator)):
             raise UsageError(f"--resume session: {lost}")
+        if args.resume is None and not args.fresh and args.weights is None and (held := held_run(orchestrator)):
+            raise UsageError(held)
         orchestrator.check_training(
             **arguments, model=args.model, model_args=args.model_args
         )  # before anyone is awaited

@@ -36,6 +36,7 @@ __all__ = [
     "first_settings",
     "goes_on_notes",
     "look_at_tunnel",
+    "held_run",
     "lost_run",
     "memory_caution",
     "new_orchestrator",
@@ -250,6 +251,15 @@ def lost_run(orchestrator: Any) -> str:
     from guava_nb.orchestrator.run_record import LastRun
 
     return LastRun.lost(orchestrator.run_path, orchestrator.local_before)
+
+
+def held_run(orchestrator: Any) -> str:
+    """A sentence where a new run would give up what the last kernel's run trained, which workers may hold and no file has."""
+    if not orchestrator.goes_on or orchestrator.run is not None or lost_run(orchestrator):
+        return ""
+    from guava_nb.orchestrator.run_record import LastRun
+
+    return LastRun.held(orchestrator.run_path)
 
 
 def session_file() -> Path:

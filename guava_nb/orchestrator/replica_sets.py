@@ -20,7 +20,7 @@ from guava_nb.orchestrator.left_state import LeftState
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.past_runs import PastRuns
 from guava_nb.orchestrator.run_builder import RunBuilder
-from guava_nb.orchestrator.run_record import LastRun, note_place
+from guava_nb.orchestrator.run_record import LastRun, RunRecord, note_place
 from guava_nb.parallel.replicas.buffer_policy import unused_in
 from guava_nb.protocol.messages import EndRun, RunSpec
 from guava_nb.replica.model.build import copied_model
@@ -183,13 +183,13 @@ class ReplicaSets:
         """
         trained = self.trained or self._replaced
         if trained is None or job is None:
-            raise CheckpointError("there is nothing to save: no run was started in this session")
+            raise CheckpointError("no run was started here: train, or take up the last kernel's run (--resume session)")
         if job.run.done:
             state = self.fetch(trained)
             checkpoint.write(path, state, trained.step, job.where(trained.step), trained.spec, job.files.extras)
             trained.saved_step = trained.step
+            RunRecord.note_saved(self._run_path(), trained.step)
             return
-
         try:
             job.with_state(lambda: job.save(path))
         except CheckpointError as error:  # a callback cannot wait, and the run is to go on

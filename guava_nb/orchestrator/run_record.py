@@ -32,6 +32,7 @@ from guava_nb.training.saving.durable_file import NotWritten, write_durably
 __all__ = ["LastRun", "RunRecord", "note_place"]
 
 FORMAT = "guava_nb run 1"
+_SAVED = "saved"  # begins a line of the steps: a file has the state after that one
 _ABOUT_BYTES = 64 << 10
 
 
@@ -125,6 +126,14 @@ class RunRecord:
             self._steps = None
 
     @staticmethod
+    def note_saved(path: Path | None, step: int) -> None:
+        """Note, for a process that follows, that a file has the state after this step of the run that lies there."""
+        with contextlib.suppress(OSError):  # then that process asks before it gives the run up, which a file has
+            if path is not None and path.exists():
+                with _steps_of(path).open("a", encoding="ascii") as steps:
+                    steps.write(f"{_SAVED} {step}\n")
+
+    @staticmethod
     def forget(path: Path) -> None:
         """Remove what runs left there."""
         for file in (path, _steps_of(path)):
@@ -143,6 +152,7 @@ class LastRun:
         log: name and counts of its log; None where there was none.
         workers: that had its state, by name; none where that was not noted.
         files: how the paths of its checkpoints begin.
+        saved_step: the newest step after which its state was saved to a file by name; -1: none was.
     """
 
     run_id: str
@@ -152,6 +162,7 @@ class LastRun:
     log: tuple[str, int, int] | None = None
     workers: tuple[str, ...] = ()
     files: str = ""
+    saved_step: int = -1
 
     @classmethod
     def read(cls, path: Path) -> LastRun | None:
@@ -167,6 +178,7 @@ class LastRun:
             lines = _steps_of(path).read_text(encoding="ascii").splitlines(keepends=True)
             if content.get("steps", "") not in ("", *(line.strip() for line in lines[:1])):
                 lines = []  # of another record: the process ended before it wrote one of this
+            saved = [int(line.split()[1]) for line in lines if line.startswith(f"{_SAVED} ") and line.endswith("\n")]
             for line in lines:
                 with contextlib.suppress(ValueError):  # the last one may have been cut off
                     step, *place = map(int, line.split() if line.endswith("\n") else ())
@@ -176,7 +188,7 @@ class LastRun:
             mark = None if log is None else (str(log[0]), int(log[1]), int(log[2]))
             run_id, spec, feed = str(content["run_id"]), dict(content["spec"]), dict(content["feed"])
             workers, files = tuple(map(str, content.get("workers", ()))), str(content.get("files", ""))
-            return cls(run_id, spec, places, feed, mark, workers, files)  # type: ignore[arg-type]
+            return cls(run_id, spec, places, feed, mark, workers, files, max(saved, default=-1))  # type: ignore[arg-type]
         except Exception:  # a damaged file may raise any error
             return None
 
@@ -200,6 +212,19 @@ class LastRun:
         return (
             f"{last.run_id} was trained by workers of that kernel alone ({', '.join(last.workers)}), which ended with it, and "
             f"its weights with them: {way}"
+        )
+
+    @classmethod
+    def held(cls, path: Path) -> str:
+        """Return a sentence where workers may hold what the last run trained and no file has it; "" elsewhere."""
+        last = cls.read(path)
+        if last is None or last.last_step < 0 or last.saved_step >= last.last_step or last.newest_file() is not None:
+            return ""
+        names = f" ({', '.join(last.workers)})" if last.workers else ""
+        return (
+            f"the workers of the kernel before{names} may hold what {last.run_id} trained up to step {last.last_step + 1}, and "
+            "no file has it: the same line with --resume session goes on with it (a run that had ended brings its model "
+            "back); --fresh gives it up and trains anew"
         )
 
     def newest_file(self) -> Path | None:

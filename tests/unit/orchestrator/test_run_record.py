@@ -84,6 +84,27 @@ def test_a_run_whose_workers_have_all_ended_is_lost_and_its_newest_checkpoint_is
     assert LastRun.lost(path, ["local-1"]) == "" == LastRun.lost(None, ["local-1"]), "nothing is known of its workers"
 
 
+def test_what_workers_may_hold_and_no_file_has_is_told_before_another_run_gives_it_up(tmp_path: Path) -> None:
+    path, files = tmp_path / "one.run", tmp_path / "checkpoints" / "run-3-now"
+    assert LastRun.held(path) == ""
+    facts = {"workers": ["lab-1"], "files": str(files)}
+    record = RunRecord(path, "run-3", SPEC, facts=lambda: facts)
+    for step in range(3):
+        record.issued(step, BEGINNING, 2, 16, lambda: feed(0, 0))
+    record.close()
+    held = LastRun.held(path)
+    assert (
+        "(lab-1) may hold what run-3 trained up to step 3" in held and "--resume session" in held and "--fresh" in held
+    )
+    RunRecord.note_saved(path, 1)
+    assert LastRun.held(path) != "", "the last step is in no file"
+    RunRecord.note_saved(path, 2)
+    last = LastRun.read(path)
+    assert LastRun.held(path) == "" and last is not None and (last.saved_step, last.last_step) == (2, 2)
+    RunRecord.note_saved(tmp_path / "another.run", 2)
+    assert not (tmp_path / "another.steps").exists()
+
+
 def test_a_new_epoch_begins_a_new_record(tmp_path: Path) -> None:
     path = tmp_path / "one.run"
     record = recorded(path, 5)
