@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from guava_nb.cluster.group_path import Findings
@@ -52,6 +53,7 @@ from guava_nb.protocol.messages import (
     Vitals,
     channel_of,
 )
+from guava_nb.protocol.shown_text import cleaned
 from guava_nb.row_cache.policy import WorkerCaches
 from guava_nb.telemetry.run_energy import EnergyBook
 from guava_nb.telemetry.versions import local_versions
@@ -130,7 +132,11 @@ class Cluster:
     # ------------------------------------------------------------------------------------------ events from sessions
 
     def on_event(self, event: Event) -> None:
-        """Take a session's event; called from reader threads."""
+        """Take a session's event; called from reader threads. What a terminal would obey in a worker's texts ends here."""
+        if isinstance(event, MessageArrived):
+            event.message = cleaned(event.message)
+        elif isinstance(event, VisitArrived):
+            event = replace(event, message=cleaned(event.message))
         if isinstance(event, MessageArrived) and type(event.message) not in FROM_WORKERS:
             self._events.put(event)
             return

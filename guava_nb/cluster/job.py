@@ -18,7 +18,6 @@ from guava_nb.cluster import job_events as events
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job_events import JobEvent
 from guava_nb.cluster.owed_answers import OwedAnswer, OwedAnswers
-from guava_nb.cluster.report_checks import shown_text
 from guava_nb.errors import GuavaError, RemoteError, RemoteProtocolError
 from guava_nb.protocol.messages import Failure, FailureKind, Message
 
@@ -319,14 +318,14 @@ class Job:
         about = self.about_request(message.request_id) if message.request_id else ""
         if about is None or not (message.request_id or self.trains):
             return  # of a pass or a step that is over: others may have failed in the same way, and that was told
-        said, ours = shown_text(message.text), getattr(errors, message.type_name, None)
+        said, ours = message.text, getattr(errors, message.type_name, None)
         if isinstance(ours, type) and issubclass(ours, GuavaError) and ours is not RemoteError:
             where = f" {about}" if about else ""
             raise ours(
                 f"worker {self.cluster.name(rank)}{where}: {said}{self.reading_note()}"
             )  # a sentence of ours needs no traceback
         text = (f"{said} ({about})" if about else said) + self.reading_note()
-        raise RemoteError(self.cluster.name(rank), shown_text(message.type_name), text, shown_text(message.traceback))
+        raise RemoteError(self.cluster.name(rank), message.type_name, text, message.traceback)
 
     # What a job does when the membership changes; the views above are already up to date.
 

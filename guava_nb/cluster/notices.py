@@ -14,8 +14,8 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from guava_nb.cluster.report_checks import shown_text
 from guava_nb.config.units import show_time
+from guava_nb.protocol.shown_text import shown_text
 
 __all__ = ["LineBreaks", "Notices", "Standstill"]
 

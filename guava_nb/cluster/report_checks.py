@@ -1,12 +1,10 @@
-"""Checks the numbers and texts in a worker's reports where they arrive. Pure.
+"""Checks the numbers in a worker's reports where they arrive. Pure.
 
-A number that is NaN, infinite or negative would make sums, ratios and plots fail far from its cause. A terminal obeys control
-characters in what is written to it: a worker could move its cursor, set its title or fill its clipboard.
+A number that is NaN, infinite or negative would make sums, ratios and plots fail far from its cause.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from msgspec import Struct
@@ -14,19 +12,12 @@ from msgspec.structs import replace
 
 from guava_nb.protocol.messages import Energy, LineMeasured, ShardReport
 
-__all__ = ["is_valid", "first_invalid_energy", "first_invalid_rate", "shown_text", "without_invalid"]
+__all__ = ["is_valid", "first_invalid_energy", "first_invalid_rate", "without_invalid"]
 
 #: More than anything that is measured here; sums and ratios of such numbers stay finite.
 _MOST = 1e30
 #: A difference of two sums may be this much below 0.
 _ROUNDING = 1e-6
-#: Colours stay: users print them. So do tabs and ends of lines.
-_CONTROL = re.compile(r"(\x1b\[[0-9;]{0,40}m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def shown_text(text: str) -> str:
-    """Return a worker's text without what a terminal obeys, colours apart: U+FFFD stands in its place."""
-    return _CONTROL.sub(lambda found: found[1] or "\N{REPLACEMENT CHARACTER}", text)
 
 
 def is_valid(figure: float | None) -> bool:

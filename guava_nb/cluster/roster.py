@@ -13,8 +13,8 @@ from itertools import islice
 
 from msgspec.structs import asdict, replace
 
-from guava_nb.cluster.report_checks import shown_text
 from guava_nb.protocol.messages import Hello
+from guava_nb.protocol.shown_text import shown_text
 from guava_nb.telemetry.waits import Waits
 
 __all__ = ["MOST_CHARS", "MOST_GONE", "Member", "Roster", "shortened", "version_notes"]

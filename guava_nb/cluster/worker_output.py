@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from guava_nb.cluster.report_checks import shown_text
 from guava_nb.config.state_folder import make_private_folder
+from guava_nb.protocol.shown_text import shown_text
 
 __all__ = ["OutputLog"]
 

@@ -10,11 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
-
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job, NobodyLeft
-from guava_nb.cluster.report_checks import shown_text
 from guava_nb.config.units import show_bytes
 from guava_nb.errors import RemoteProtocolError
 from guava_nb.processes.interrupts import interrupts_counted
@@ -135,8 +132,7 @@ class CodeJob:
             raise RemoteProtocolError(
                 f"it announces values of {message.nbytes} bytes, and at most {most} were asked for"
             )
-        texts = {name: shown_text(getattr(message, name)) for name in ("type_name", "text", "traceback")}
-        self.answers[rank].ran = replace(message, **texts)
+        self.answers[rank].ran = message
         self.came.append(rank)
 
     def _on_values(self, rank: int, message: CodeValues, payload: memoryview) -> None:

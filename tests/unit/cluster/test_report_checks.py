@@ -19,25 +19,29 @@ from guava_nb.cluster.report_checks import (
     first_invalid_energy,
     first_invalid_rate,
     is_valid,
-    shown_text,
     without_invalid,
 )
 from guava_nb.cluster.roster import shortened
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.errors import LinkClosed
-from guava_nb.link.session_events import MessageArrived, SessionClosed
+from guava_nb.link.session_events import MessageArrived, SessionClosed, VisitArrived
 from guava_nb.protocol.messages import (
+    FROM_WORKERS,
     BoardEnergy,
+    CrashReport,
     Energy,
     Hello,
     LineMeasured,
     Message,
     PhaseReport,
+    Prepared,
     ShardReport,
     TaskEnergy,
+    Vitals,
     channel_of,
 )
 from tests.support.direct import DirectWorker
+from tests.support.hostile_text import hostile, obeyed
 from tests.support.training import job_for, loader, plan_for, spec
 
 HELLO = Hello(
@@ -191,15 +195,36 @@ def test_odd_rates_and_odd_steps_name_the_worker(seated: Seated, monkeypatch: py
     assert sum("line" in n for n in seated.notices) == 1
 
 
+def test_every_text_of_every_record_of_a_worker_is_clean_before_anything_sees_it(
+    seated: Seated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Message] = []
+    monkeypatch.setattr(seated.cluster.relay, "on_event", lambda event: seen.append(event.message))
+    monkeypatch.setattr(seated.cluster._programs, "on_message", lambda session, message: seen.append(message))
+    for record in (*FROM_WORKERS, CrashReport, Vitals):
+        if record in FROM_WORKERS:
+            seated.say(hostile(record))
+        else:
+            seated.cluster.on_event(VisitArrived(b"", hostile(record)))
+    assert {type(message) for message in seen} == {*FROM_WORKERS, CrashReport, Vitals}
+    assert [place for message in seen for place in obeyed(message, type(message).__name__)] == []
+    seated.cluster.close()
+
+
+def test_what_a_worker_could_not_prepare_is_told_without_what_a_terminal_obeys(seated: Seated) -> None:
+    seen: list[Any] = []
+    seated.cluster.takes = lambda rank, message, payload: bool(seen.append(message)) or True
+    assert seated.cluster.wait_for(1, 30.0) == [0]
+    seated.say(Prepared(run_id="r", ok=False, problem=f"no {CLIPBOARD}", traceback=f"File {UP}"))
+    assert (seen[0].problem, seen[0].traceback) == (
+        f"no {SHOWN}]52;c;bHM={SHOWN}",
+        f"File {SHOWN}[2A{SHOWN}[J",
+    )
+    seated.cluster.close()
+
+
+SHOWN = "\N{REPLACEMENT CHARACTER}"
 CLIPBOARD, UP, TITLE = "\x1b]52;c;bHM=\x07", "\x1b[2A\x1b[J", "\x9b31;1H"
-
-
-@given(st.text(st.characters(codec="utf-8")))
-def test_a_terminal_obeys_nothing_in_a_worker_s_text_but_colours(text: str) -> None:
-    shown = shown_text(text)
-    assert len(shown) == len(text) and shown_text(shown) == shown
-    assert all(char in "\t\n\x1b" or not (ord(char) < 32 or 127 <= ord(char) < 160) for char in shown)
-    assert shown_text(f"\x1b[1;31mred\x1b[0m\t{text}").startswith("\x1b[1;31mred\x1b[0m\t")
 
 
 def test_control_characters_reach_neither_lines_nor_notices_nor_names() -> None:

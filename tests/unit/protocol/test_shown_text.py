@@ -1,0 +1,46 @@
+"""What a peer says has nothing in it that a terminal obeys, whichever field of whichever record it says it in."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from guava_nb.protocol.framing import UNSEQUENCED, Decoder, Limits, OutgoingMessage
+from guava_nb.protocol.messages import FROM_WORKERS, MESSAGE_KINDS, Channel, Factory, Message, StoreAsk
+from guava_nb.protocol.shown_text import EXACT, cleaned, shown_text
+from tests.support.hostile_text import HOSTILE, hostile, obeyed
+
+CONNECTION = sorted(UNSEQUENCED, key=lambda record: record.NUMBER)
+
+
+@given(st.text(st.characters(codec="utf-8")))
+def test_a_terminal_obeys_nothing_in_a_peer_s_text_but_colours(text: str) -> None:
+    shown = shown_text(text)
+    assert len(shown) == len(text) and shown_text(shown) == shown
+    assert all(char in "\t\n\x1b" or not (ord(char) < 32 or 127 <= ord(char) < 160) for char in shown)
+    assert shown_text(f"\x1b[1;31mred\x1b[0m\t{text}").startswith("\x1b[1;31mred\x1b[0m\t")
+
+
+@pytest.mark.parametrize("record", MESSAGE_KINDS.values(), ids=lambda record: record.__name__)
+def test_all_texts_of_a_record_are_cleaned_and_all_else_stays(record: type[Message]) -> None:
+    given = hostile(record)
+    assert obeyed(cleaned(given)) == []
+    harmless = hostile(record, "harmless")
+    assert cleaned(harmless) is harmless
+
+
+def test_what_is_a_program_s_own_stays_as_it_came() -> None:
+    ask = StoreAsk(1, "set", (HOSTILE,))
+    assert cleaned(ask) is ask
+    made = Factory("name\a", {"delimiter": "\x01"})
+    assert cleaned(made) == Factory("name\N{REPLACEMENT CHARACTER}", {"delimiter": "\x01"})
+    assert {record for record, _ in EXACT} <= FROM_WORKERS | {Factory}
+
+
+@pytest.mark.parametrize("record", CONNECTION, ids=lambda record: record.__name__)
+def test_what_a_peer_says_of_the_connection_is_clean_as_it_is_read(record: type[Message]) -> None:
+    frames = OutgoingMessage(hostile(record), Channel.CONTROL, 0).frames()
+    decoder = Decoder(Limits())
+    arrived = [one for frame in frames for part in frame for one in decoder.receive(part)]
+    assert decoder.error is None and len(arrived) == 1 and obeyed(arrived[0].message) == []
