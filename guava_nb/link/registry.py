@@ -22,9 +22,10 @@ __all__ = ["MEASURE", "REPORT", "SESSION_OVER", "SESSION_UNKNOWN", "WHEEL", "Reg
 REPORT, MEASURE, WHEEL = "report", "measure", "wheel"  # visits without a session
 SESSION_OVER, SESSION_UNKNOWN = "closed", "unknown"  # codes of refusals
 _SESSION_ID_BYTES, _IDENTITY_BYTES = 16, 32
-_MAX_REMEMBERED = 1024
 #: Open sessions of one listener: as many as a session may have workers. Each holds two sockets and their threads.
 MOST_SESSIONS = 4096
+#: What is remembered of sessions that are over: why, and of which identity.
+_MAX_REMEMBERED = 1024
 _S = TypeVar("_S", bound=Session)
 _Value = TypeVar("_Value")
 _JOIN_AGAIN = "run the worker's cell again with the newest join code"
@@ -45,7 +46,9 @@ class Registry(Generic[_S]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._live: dict[bytes, _S] = {}
-        self._by_identity: OrderedDict[bytes, bytes] = OrderedDict()  # digest to the id of its newest session
+        # Digests of identities to the ids of their newest sessions: of those that live none is forgotten, and of those over some.
+        self._by_identity: dict[bytes, bytes] = {}
+        self._past: OrderedDict[bytes, bytes] = OrderedDict()
         self._closed: OrderedDict[bytes, str] = OrderedDict()
 
     def sessions(self) -> list[_S]:
@@ -79,7 +82,7 @@ class Registry(Generic[_S]):
             session = self._live.get(attach.session_id)
             over = self._closed.get(attach.session_id)
             is_full = len(self._live) >= MOST_SESSIONS
-            is_replaced = self._by_identity.get(_digest(attach.identity), attach.session_id) != attach.session_id
+            is_replaced = self._newest(attach.identity) not in (b"", attach.session_id)
         if session is None:
             if over is not None:
                 raise RefusedJoin("replaced" if is_replaced else SESSION_OVER, f"this session is over: {over}")
@@ -102,7 +105,7 @@ class Registry(Generic[_S]):
         """Take a new session in; whether its identity was seen before."""
         with self._lock:
             self._live[session.session_id] = session
-            return _digest(session.identity) in self._by_identity
+            return bool(self._newest(session.identity))
 
     def promote(self, session: _S) -> _S | None:
         """The session stands: it is its identity's from now on.
@@ -112,14 +115,18 @@ class Registry(Generic[_S]):
         """
         with self._lock:
             digest = _digest(session.identity)
-            older = self._live.get(self._by_identity.pop(digest, b""))
-            _remember(self._by_identity, digest, session.session_id)
+            older = self._live.get(self._by_identity.get(digest, b""))
+            self._past.pop(digest, None)
+            self._by_identity[digest] = session.session_id
         return older if older is not session else None
 
     def forget(self, session: _S) -> None:
         """The session is over; its id stays known for a while, to tell a late dialler why."""
         with self._lock:
             self._live.pop(session.session_id, None)
+            digest = _digest(session.identity)
+            if self._by_identity.get(digest) == session.session_id:
+                _remember(self._past, digest, self._by_identity.pop(digest))
             _remember(self._closed, session.session_id, str(session.close_cause))
 
     def session(self, session_id: bytes) -> _S | None:
@@ -130,7 +137,11 @@ class Registry(Generic[_S]):
     def session_id_of(self, identity: bytes) -> bytes:
         """Id of the newest session of an identity, b"" when there was none."""
         with self._lock:
-            return self._by_identity.get(_digest(identity), b"")
+            return self._newest(identity)
+
+    def _newest(self, identity: bytes) -> bytes:
+        digest = _digest(identity)
+        return self._by_identity.get(digest) or self._past.get(digest, b"")
 
 
 def _digest(identity: bytes) -> bytes:

@@ -66,8 +66,32 @@ def test_registry_remembers_a_bounded_number() -> None:
         registry.add(one)
         registry.promote(one)
         registry.forget(one)
-    assert len(registry._closed) == len(registry._by_identity) == 1024
-    assert registry.sessions() == []
+    assert len(registry._closed) == len(registry._past) == 1024
+    assert registry.sessions() == [] and not registry._by_identity
+    assert registry.session_id_of((2999).to_bytes(32, "big")) == (2999).to_bytes(16, "big")
+
+
+def test_a_live_session_is_found_by_its_identity_however_many_come_and_go_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("guava_nb.link.registry._MAX_REMEMBERED", 8)
+    registry: Registry[Session] = Registry()
+    oldest = session()
+    registry.add(oldest)
+    assert registry.promote(oldest) is None
+    live = []
+    for number in range(30):
+        one = session(number.to_bytes(16, "big"), number.to_bytes(32, "big"))
+        registry.add(one)
+        registry.promote(one)
+        live.append(one)
+    for one in live:
+        registry.forget(one)
+    assert registry.session_id_of(oldest.identity) == oldest.session_id  # its watcher's reports find it
+    successor = session(b"t" * 16)
+    assert registry.add(successor) and registry.promote(successor) is oldest
+    registry.forget(oldest)  # closed after another took its place
+    assert registry.session_id_of(oldest.identity) == successor.session_id
 
 
 @pytest.mark.parametrize("bad", [attach(b"short"), attach(identity=b"short"), attach(purpose="shell")])
