@@ -16,7 +16,10 @@ from guava_nb.link.lane import Wire
 from guava_nb.link.session_events import SessionHandle
 from guava_nb.protocol.messages import Channel
 
-__all__ = ["Counted", "SeatSessions"]
+__all__ = ["MOST_KNOWN", "Counted", "SeatSessions"]
+
+#: Sessions that a seat is known by, the newest: a worker that comes back names its last one, and may do so a million times.
+MOST_KNOWN = 4
 
 
 class Counted(Protocol):
@@ -45,7 +48,7 @@ class _Over:
 class _Seat:
     open: SessionHandle | None = None
     counted: list[SessionHandle] = field(default_factory=list)  # not over yet, or not noted
-    known: list[tuple[bytes, bytes]] = field(default_factory=list)  # id and identity of each, oldest first
+    known: list[tuple[bytes, bytes]] = field(default_factory=list)  # id and identity of the newest, oldest first
     past_bytes: tuple[int, int] = (0, 0)
 
 
@@ -67,6 +70,11 @@ class SeatSessions:
             seat.counted.append(session)
             seat.known.append((session.session_id, session.identity))
             self._ranks[session.session_id] = rank
+            while len(seat.known) > MOST_KNOWN:
+                oldest, _ = seat.known.pop(0)
+                for earlier in [one for one in seat.counted if one.session_id == oldest]:
+                    self._let_go(seat, earlier)
+                self._ranks.pop(oldest, None)
 
     def rank_of(self, session_id: bytes) -> int | None:
         """Return whose seat a session has or had."""
@@ -79,12 +87,14 @@ class SeatSessions:
 
     def seat_before(self, session_id_hex: str, identity: bytes) -> int | None:
         """Return the seat of an earlier session, if this identity had it."""
+        try:
+            session_id = bytes.fromhex(session_id_hex)
+        except ValueError:  # no session had it
+            return None
         with self._access:
-            rank = next((rank for known, rank in self._ranks.items() if known.hex() == session_id_hex), -1)
-            for known, its in self._seats.get(rank, _Seat()).known:
-                if known.hex() == session_id_hex and hmac.compare_digest(its, identity):
-                    return rank
-        return None
+            rank = self._ranks.get(session_id)
+            known = dict(self._seats[rank].known) if rank is not None else {}
+            return rank if hmac.compare_digest(known.get(session_id, b""), identity) else None
 
     def rise(self, rank: int) -> SessionHandle | None:
         """Give up a seat; returns the session that had it, which is to be closed and then passed to `note_over`."""
@@ -99,9 +109,12 @@ class SeatSessions:
         with self._access:
             seat = self._seats.get(self._ranks.get(session.session_id, -1))
             if seat is not None and session in seat.counted:
-                seat.counted.remove(session)
-                seat.past_bytes = _both_ways(seat.past_bytes, session.wire)
-                self._over.take(session)
+                self._let_go(seat, session)
+
+    def _let_go(self, seat: _Seat, session: SessionHandle) -> None:
+        seat.counted.remove(session)
+        seat.past_bytes = _both_ways(seat.past_bytes, session.wire)
+        self._over.take(session)
 
     def forget(self, rank: int) -> None:
         """This seat is not asked for any more; its bytes stay in the sum."""

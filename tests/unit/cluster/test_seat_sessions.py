@@ -6,7 +6,7 @@ import gc
 import weakref
 from typing import Any
 
-from guava_nb.cluster.seat_sessions import SeatSessions
+from guava_nb.cluster.seat_sessions import MOST_KNOWN, SeatSessions
 from guava_nb.link.lane import Wire
 from guava_nb.protocol.messages import Channel
 
@@ -68,6 +68,26 @@ def test_a_worker_that_comes_back_adds_to_the_bytes_of_its_seat() -> None:
     seats.note_over(seats.rise(0))  # type: ignore[arg-type]
     seats.sit(0, again)
     assert seats.of(0) is again and seats.total_bytes(0) == (11, 5) and summed(seats) == (11, 5, 11)
+
+
+def test_a_seat_that_is_taken_a_thousand_times_is_known_by_its_newest_sessions_and_keeps_all_bytes() -> None:
+    seats = SeatSessions()
+    sessions: list[Any] = []
+    for number in range(1000):
+        session: Any = FakeSession(number % 100)
+        session.session_id = number.to_bytes(16, "big")
+        sessions.append(session)
+        seats.sit(0, session)
+        if number % 2:  # every other one is closed late, or never
+            seats.note_over(session)
+    seats.note_over(sessions[0])
+    assert len(seats._ranks) == len(seats._seats[0].known) == MOST_KNOWN and len(seats._seats[0].counted) <= MOST_KNOWN
+    assert seats.total_bytes(0) == (10_000, 4_000) and summed(seats) == (10_000, 4_000, 10_000)
+    newest = sessions[-1]
+    assert seats.seat_before(newest.session_id.hex(), newest.identity) == seats.rank_of(newest.session_id) == 0
+    assert seats.seat_before(sessions[0].session_id.hex(), sessions[0].identity) is None
+    for odd in ("", "no hex", "00", "é" * 32):
+        assert seats.seat_before(odd, newest.identity) is None
 
 
 def test_a_forgotten_seat_leaves_its_bytes_in_the_sum_once_whether_or_not_it_was_closed() -> None:
