@@ -1,22 +1,29 @@
 """`guava status --web`: one page that shows the session live, outside of any cell, from what the session writes to its file.
 
 The address has a token that only this command knows; without it nothing is answered. It listens on this machine alone unless
-`--lan` asks for more. The page never has the join code: the file has none, and what is drawn is redacted.
+`--lan` asks for more. The page never has the join code: the file has none, and what is drawn is redacted. A stranger may open
+connections and send nothing: so there are few at once, each has its time, and the longest one leaves for a newcomer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import io
 import secrets
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable
 from html import escape
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from guava_nb.cluster.session_status import ShownStatus
 from guava_nb.errors import ConfigError
+from guava_nb.link.unauthenticated import Unauthenticated
 from guava_nb.render import Charts, View, to_html
 
 __all__ = ["StatusPage", "lan_address"]
@@ -49,6 +56,9 @@ setTimeout(look, 1000);
 </script></body></html>"""
 _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 _CLOSED = "The session was closed."
+#: Connections at once, seconds in which a request must have come whole, and in which its answer must be taken.
+_MOST_CONNECTIONS, _REQUEST_S = 16, 10.0
+_SEAT_WAIT_S = 1.0
 
 
 class StatusPage:
@@ -111,17 +121,77 @@ class StatusPage:
         return to_html(view, (), f"as of {at}. {_CLOSED if closed else note}".rstrip(), self._charts)
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+class _Guest:
+    """A connection that may be asked to leave."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def shutdown(self) -> None:
+        with contextlib.suppress(OSError):  # it has left
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Server(HTTPServer):
+    request_queue_size = 64
 
     def __init__(self, at: tuple[str, int], page: StatusPage) -> None:
         super().__init__(at, _Handler)
         self.page = page
+        self._guests = Unauthenticated(_MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer on a thread of its own; the one that has been here longest leaves where there are too many."""
+        seat = self._guests.sit(_SEAT_WAIT_S)
+        if seat is None:
+            self.shutdown_request(request)
+            return
+        self._guests.name(seat, _Guest(request))
+        threading.Thread(target=self._answer, args=(request, client_address, seat), daemon=True).start()
+
+    def _answer(self, request: Any, client_address: Any, seat: int) -> None:
+        try:
+            self.finish_request(request, client_address)
+        except Exception:
+            self.handle_error(request, client_address)
+        finally:
+            self.shutdown_request(request)
+            self._guests.leave(seat)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Tell of a fault of ours; a connection that broke or was too slow is not one."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
+class _Until(io.RawIOBase):
+    """What a connection receives until a time on the monotonic clock, however slowly its bytes come.
+
+    Raises:
+        TimeoutError: of `readinto`: the time is over.
+    """
+
+    def __init__(self, connection: socket.socket, until: float) -> None:
+        self._connection, self._until = connection, until
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, view: Any) -> int:
+        left_s = self._until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the request did not come whole in time")
+        self._connection.settimeout(left_s)
+        return self._connection.recv_into(view)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = 10  # seconds for which a request may come in
+    timeout = _REQUEST_S  # of an answer
     server: _Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_Until(self.connection, time.monotonic() + _REQUEST_S))
 
     def do_GET(self) -> None:
         page, url = self.server.page, urlsplit(self.path)
@@ -139,6 +209,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, text: str, kind: str, nonce: str = "") -> None:
         body = text.encode()
+        self.connection.settimeout(_REQUEST_S)
         self.send_response(status)
         script = f" script-src 'nonce-{nonce}';" if nonce else ""
         policy = f"default-src 'none'; style-src 'unsafe-inline';{script} connect-src 'self'; frame-ancestors 'none'"

@@ -11,13 +11,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from typing import Protocol
 
-from guava_nb.transport.stream import Stream
-
-__all__ = ["HONEST_S", "Unauthenticated"]
+__all__ = ["HONEST_S", "Guest", "Unauthenticated"]
 
 #: So long a guest may take to prove itself, however many wait.
 HONEST_S = 0.5
+
+
+class Guest(Protocol):
+    """What has a seat, such as a stream."""
+
+    def shutdown(self) -> None:
+        """End it and wake its thread; from any thread."""
 
 
 class Unauthenticated:
@@ -31,7 +37,7 @@ class Unauthenticated:
     def __init__(self, seats: int, honest_s: float = HONEST_S) -> None:
         self._seats, self._honest_s = seats, honest_s
         self._changed = threading.Condition()
-        self._streams: OrderedDict[int, Stream | None] = OrderedDict()  # seat number to stream, longest seated first
+        self._streams: OrderedDict[int, Guest | None] = OrderedDict()  # seat number to stream, longest seated first
         self._since: dict[int, float] = {}
         self._next = 0
 
@@ -61,7 +67,7 @@ class Unauthenticated:
         left_s = max(0.0, until - time.monotonic())
         return self._changed.wait_for(lambda: len(self._streams) < self._seats, left_s)
 
-    def name(self, seat: int, stream: Stream) -> None:
+    def name(self, seat: int, stream: Guest) -> None:
         """Tell which stream to shut down if this guest must leave."""
         with self._changed:
             self._streams[seat] = stream

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from guava_nb.cli.main import main
 from guava_nb.cli.status import shown_view
-from guava_nb.cli.web import StatusPage, lan_address
+from guava_nb.cli.web import _MOST_CONNECTIONS, StatusPage, _Until, lan_address
 from guava_nb.cluster.session_status import ShownStatus
 from guava_nb.errors import ConfigError
 from guava_nb.status import Status
@@ -68,6 +70,50 @@ def test_only_who_has_the_token_is_answered(page: StatusPage) -> None:
         assert status == 403 and "token" in text and "loss" not in text
     assert get(whole)[0] == 200
     assert get(whole.replace("/?", "/etc/passwd?"))[0] == 404
+
+
+def test_silent_connections_are_few_and_keep_no_one_out(page: StatusPage) -> None:
+    before = threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", page.port), timeout=10) for _ in range(_MOST_CONNECTIONS + 8)]
+    try:
+        assert get(page.address("127.0.0.1"))[0] == 200
+        assert threading.active_count() - before <= _MOST_CONNECTIONS
+        assert silent[0].recv(1) == b""  # who has been here longest left
+    finally:
+        for one in silent:
+            one.close()
+
+
+def test_a_request_has_one_time_limit_however_slowly_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("guava_nb.cli.web.time", SimpleNamespace(monotonic=lambda: now[0]))
+    here, there = socket.socketpair()
+    with here, there:
+        reader, taken = _Until(here, now[0] + 10.0), bytearray(1)
+        for _ in range(2):
+            there.sendall(b"G")
+            assert reader.readinto(taken) == 1
+            now[0] += 4.5
+        there.sendall(b"G")
+        assert reader.readinto(taken) == 1 and here.gettimeout() == 1.0
+        now[0] += 4.5
+        there.sendall(b"G")
+        with pytest.raises(TimeoutError):
+            reader.readinto(taken)
+
+
+def test_a_handler_reads_within_that_limit_and_a_broken_connection_is_no_fault_of_ours(
+    page: StatusPage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("guava_nb.cli.web._REQUEST_S", 0.0)
+    with socket.create_connection(("127.0.0.1", page.port), timeout=10) as late:
+        late.sendall(b"GET / HTTP/1.0\r\n")
+        assert late.recv(1) == b""
+    try:
+        raise BrokenPipeError
+    except BrokenPipeError:
+        page._server.handle_error(None, None)
+    assert "BrokenPipe" not in capsys.readouterr().err
 
 
 def test_it_shows_the_run_escaped_and_without_the_join_code(page: StatusPage) -> None:
