@@ -132,11 +132,8 @@ class Cluster:
     # ------------------------------------------------------------------------------------------ events from sessions
 
     def on_event(self, event: Event) -> None:
-        """Take a session's event; called from reader threads. What a terminal would obey in a worker's texts ends here."""
-        if isinstance(event, MessageArrived):
-            event.message = cleaned(event.message)
-        elif isinstance(event, VisitArrived):
-            event = replace(event, message=cleaned(event.message))
+        """Take a session's event; called from reader threads."""
+        event = _cleaned(event)
         if isinstance(event, MessageArrived) and type(event.message) not in FROM_WORKERS:
             self._events.put(event)
             return
@@ -359,8 +356,7 @@ class Cluster:
 
     def let_go(self, rank: int, reason: str) -> None:
         """End a member's session for good, so that nothing is sent to it or by it again."""
-        session = self.seats.of(rank)
-        if session is not None:
+        if (session := self.seats.of(rank)) is not None:
             self._events.put(SessionClosed(session, LinkClosed(reason), False))
 
     def expel(self, rank: int, violation: str) -> None:
@@ -479,6 +475,15 @@ class Cluster:
         self._events.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
+
+
+def _cleaned(event: Event) -> Event:
+    """Return an event whose message has nothing in its texts that a terminal would obey."""
+    if isinstance(event, MessageArrived):
+        event.message = cleaned(event.message)
+    elif isinstance(event, VisitArrived):
+        return replace(event, message=cleaned(event.message))
+    return event
 
 
 def _higher(one: float | None, other: float | None) -> float | None:

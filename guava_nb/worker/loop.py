@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from guava_nb.data.codec import class_resolver
-from guava_nb.errors import PreparationError
+from guava_nb.errors import LocalProtocolError, PreparationError
 from guava_nb.protocol.messages import (
     Abort,
     Accept,
@@ -338,6 +338,8 @@ class WorkerLoop:
                 self._reader.list_rows(message.run_id)
             case EndRun():
                 self._forget()
+            case _:  # an order that is lost without a word has the orchestrator wait for ever
+                raise LocalProtocolError(f"no code of a worker takes a {type(message).__name__}")
 
     def _send_state(self, run: PreparedRun, message: FetchState) -> None:
         here = (self._steps.committed, self._ticks.done)
