@@ -30,6 +30,8 @@ _FIRST_BYTES = 16
 _RECORD_BYTES = 16 << 10  # the largest TLS record
 _SEAL_BYTES = 8 * _RECORD_BYTES  # encrypted, then sent: few calls, and still in the processor's cache
 _FETCH_BYTES = 16 * _RECORD_BYTES  # ciphertext taken at once, at most: the buffer of a busy stream grows to it
+# But not before its owner has read so much: a stranger is read no further than its proof, however much it sends.
+_GROWS_AFTER_BYTES = 64 << 10
 # Each record that is decrypted gives the interpreter's lock away and takes it again, so that streams which decrypt at one time
 # mostly wake each other. They take turns, and a stream that waits for its turn does not compete.
 _TURN = threading.Lock()
@@ -46,6 +48,7 @@ class TlsStream(Stream):
         self._crypto = threading.Lock()
         self._sending = threading.Lock()
         self._fetched = memoryview(bytearray(_RECORD_BYTES))
+        self._opened_bytes = 0  # that its owner has read
         self._is_full = False  # the last view was filled: more of its record may wait in OpenSSL
         self._first = b""  # bytes of the other side: they tell who it is when it is no TLS
 
@@ -202,6 +205,7 @@ class TlsStream(Stream):
         with self._crypto:
             count = self._open_records(view)
         self._is_full = count == len(view)
+        self._opened_bytes += count or 0
         return count
 
     def _open_records(self, view: memoryview) -> int | None:
@@ -227,7 +231,8 @@ class TlsStream(Stream):
         if count:
             with self._crypto:
                 self._incoming.write(self._fetched[:count])
-        if count == len(self._fetched) < _FETCH_BYTES:  # a hub of 1,000 workers has 2,000 streams, few of them busy
+        if count == len(self._fetched) < _FETCH_BYTES and self._opened_bytes >= _GROWS_AFTER_BYTES:
+            # A hub of 1,000 workers has 2,000 streams, few of them busy.
             self._fetched = memoryview(bytearray(4 * count))
         return count
 

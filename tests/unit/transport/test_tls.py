@@ -152,6 +152,22 @@ def test_a_small_message_waits_for_no_turn(certificate: Certificate) -> None:
         assert reading.result() == much
 
 
+def test_the_buffer_of_a_stranger_does_not_grow_however_much_it_sends(certificate: Certificate) -> None:
+    client, server = memory_pair(4 << 20)
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(TlsStream.over_server, server, certificate.server_context(), 5)
+        ours = TlsStream.over_client(client, certificate.fingerprint16, 5)
+        theirs = serving.result()
+    much = bytes(range(256)) * (6 << 10)
+    ours.send_all([much])
+    proof = memoryview(bytearray(1))
+    for byte in much[:72]:  # as the proof is read: a few bytes at a time, and no more than it has
+        assert theirs.recv_into(proof) == 1 and proof[0] == byte
+        assert theirs._fetched.nbytes + theirs._incoming.pending <= 64 << 10
+    assert _read(theirs, len(much) - 72) == much[72:]
+    assert theirs._fetched.nbytes == tls._FETCH_BYTES  # a stream that brings much takes much at once
+
+
 def _read(stream: TlsStream, nbytes: int) -> bytes:
     view, done = memoryview(bytearray(nbytes)), 0
     while done < nbytes:
