@@ -97,7 +97,7 @@ class StepHead:
         generation: the membership in which this attempt begins.
         step: number of the optimizer step.
         want_hash: workers report a hash of their parameters after it.
-        solo: of the only worker, see `BatchShard`.
+        solo: of the only worker, or of a group that votes: see `BatchShard`.
         batches_per_step: in a round of local steps the loader batches of each; 0: all batches are one step.
         deals: a round's steps are cut into local batches of one size, of which a faster worker takes more.
         buffers: as of `BatchShard`.

@@ -1,8 +1,8 @@
 """The ways a panel can be drawn: a text bar, lines of text, an HTML output replaced in place, a widget.
 
-The widget is one core `ipywidgets.HTML`: its value lives in the page's model, so a reload in mid-run keeps it, and no
-third-party front-end code is needed. At the end it gives way to static HTML and is closed: a stored notebook holds no
-widget.
+The widget is one core `ipywidgets.HTML`: no third-party front-end code is needed, and a page that is loaded anew in mid-run
+shows the frame that it saved last, with its time. At the end it gives way to static HTML and is closed: a stored notebook
+holds no widget.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Every record has the bytes that the wire version promises: a change of `golden_records.txt` is a change of the wire.
 
 Each line of the file holds a number, a record's name, and the bytes of one such record; each of its fields has its own value.
+`python -m tests.unit.protocol.test_messages_golden` writes the lines that the file does not have yet, to be put there.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ def filled(record: type[msgspec.Struct]) -> msgspec.Struct:
     return record(**{name: sample(hints[name], name) for name in record.__struct_fields__})
 
 
+def line_of(record: type[Message]) -> str:
+    return f"{record.NUMBER} {record.__name__} {msgspec.msgpack.encode(filled(record)).hex()}"
+
+
 @pytest.mark.parametrize(("kind", "record"), MESSAGE_KINDS.items(), ids=lambda value: getattr(value, "__name__", value))
 def test_a_record_has_its_bytes(kind: int, record: type[Message]):
     name, golden = GOLDEN[kind]
@@ -58,3 +63,12 @@ def test_every_record_has_a_line():
 def test_no_two_records_have_one_number():
     numbered = [record for record in Message.__subclasses__() if "NUMBER" in vars(record)]
     assert sorted(record.NUMBER for record in numbered) == sorted(MESSAGE_KINDS)
+
+
+def test_the_lines_that_are_written_for_people_are_those_of_the_file():
+    assert [line_of(record) for _, record in sorted(MESSAGE_KINDS.items())] == LINES
+
+
+if __name__ == "__main__":
+    lacking = [line for _, record in sorted(MESSAGE_KINDS.items()) if (line := line_of(record)) not in LINES]
+    print("\n".join(lacking) or "golden_records.txt has the line of every record")
