@@ -58,6 +58,7 @@ _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Co
 _CLOSED = "The session was closed."
 #: Connections at once, seconds in which a request must have come whole, and in which its answer must be taken.
 _MOST_CONNECTIONS, _REQUEST_S = 16, 10.0
+_MOST_REQUEST_BYTES = 64 << 10  # a browser sends 1 KiB or so
 _SEAT_WAIT_S = 1.0
 
 
@@ -165,14 +166,15 @@ class _Server(HTTPServer):
 
 
 class _Until(io.RawIOBase):
-    """What a connection receives until a time on the monotonic clock, however slowly its bytes come.
+    """What a connection receives until a time on the monotonic clock, however slowly its bytes come, and no more than a request.
 
     Raises:
         TimeoutError: of `readinto`: the time is over.
+        ConnectionError: likewise: it sent too much.
     """
 
     def __init__(self, connection: socket.socket, until: float) -> None:
-        self._connection, self._until = connection, until
+        self._connection, self._until, self._left_bytes = connection, until, _MOST_REQUEST_BYTES
 
     def readable(self) -> bool:
         return True
@@ -181,8 +183,12 @@ class _Until(io.RawIOBase):
         left_s = self._until - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the request did not come whole in time")
+        if self._left_bytes <= 0:
+            raise ConnectionError("the request is too long")
         self._connection.settimeout(left_s)
-        return self._connection.recv_into(view)
+        count = self._connection.recv_into(view)
+        self._left_bytes -= count
+        return count
 
 
 class _Handler(BaseHTTPRequestHandler):

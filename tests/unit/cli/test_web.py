@@ -102,6 +102,17 @@ def test_a_request_has_one_time_limit_however_slowly_it_comes(monkeypatch: pytes
             reader.readinto(taken)
 
 
+def test_a_request_without_end_is_read_no_further_than_a_request_may_have() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        reader, view, read_bytes = _Until(here, time.monotonic() + 60.0), bytearray(4096), 0
+        with pytest.raises(ConnectionError):
+            for _ in range(1000):
+                there.sendall(bytes(4096))
+                read_bytes += reader.readinto(view)
+        assert 64 << 10 <= read_bytes < 72 << 10
+
+
 def test_a_handler_reads_within_that_limit_and_a_broken_connection_is_no_fault_of_ours(
     page: StatusPage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
