@@ -23,6 +23,7 @@ from guava_nb.link.lane import CONTROL, TIMED_BYTES, Lane
 from guava_nb.link.options import LinkOptions
 from guava_nb.protocol.framing import CHUNK_BYTES, Arrived, Decoder, Incoming, OutgoingMessage
 from guava_nb.protocol.messages import Ack, Channel, Goodbye, Message, Ping, Pong, Refused
+from guava_nb.protocol.shown_text import cleaned
 from guava_nb.protocol.state import Event, Role, State, advance, received, sent
 from guava_nb.transport.stream import Buffer, Stream
 
@@ -376,7 +377,8 @@ class Connection:
         raise LinkBroken(f"{self.peer} closed the {self._lane.name} connection{where}")
 
     def _take(self, arrived: Arrived) -> None:
-        message = arrived.message
+        # Texts about the connection are for people, on either side; those of a session may be code: its owner knows who spoke.
+        message = arrived.message if arrived.sequence else cleaned(arrived.message)
         with self._lane.lock:
             if not arrived.sequence or self._state is not State.OPEN:  # a session's message leaves an open one open
                 self._state = advance(self._state, self._role, received(type(message)))

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from guava_nb.errors import GuavaError, JoinRefused, LinkBroken, LinkTimeout, RemoteProtocolError
 from guava_nb.link.options import LinkOptions
 from guava_nb.protocol.framing import Arrived, Decoder, Incoming, OutgoingMessage
@@ -18,6 +20,7 @@ from guava_nb.protocol.handshake_proof import DiallerProof, ListenerProof
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Attach, Attached, Channel, Message, Refused
 from guava_nb.protocol.payload import PayloadMemory
+from guava_nb.protocol.shown_text import cleaned
 from guava_nb.protocol.state import Event, Role, State, advance, received, sent
 from guava_nb.transport.stream import Stream
 from guava_nb.transport.tcp import connect
@@ -130,7 +133,7 @@ def receive_record(stream: Stream, decoder: Decoder, deadline: Deadline) -> tupl
         deadline: of the whole beginning of a connection.
 
     Returns:
-        The message, and those that came whole in the same read.
+        The message, and those that came whole in the same read; what they say of the connection as `shown_text` gives it.
 
     Raises:
         RemoteProtocolError: what came is no message.
@@ -140,7 +143,8 @@ def receive_record(stream: Stream, decoder: Decoder, deadline: Deadline) -> tupl
     while True:
         arrived = decoder.buffer_updated(deadline.receive(stream, decoder.get_buffer()))
         if arrived:
-            return arrived[0], arrived[1:]
+            first, *rest = (one if one.sequence else replace(one, message=cleaned(one.message)) for one in arrived)
+            return first, rest
         if decoder.error is not None:
             raise decoder.error
 

@@ -18,7 +18,6 @@ from guava_nb.protocol.header import (
     CHUNK_BYTES,
     CONTINUATION,
     HEADER_BYTES,
-    UNSEQUENCED,
     Header,
     Limits,
     check_header,
@@ -26,7 +25,6 @@ from guava_nb.protocol.header import (
 )
 from guava_nb.protocol.messages import MESSAGE_KINDS, Channel, Message
 from guava_nb.protocol.payload import PayloadMemory
-from guava_nb.protocol.shown_text import cleaned
 from guava_nb.protocol.tensor_bounds import check_tensors
 
 __all__ = ["Arrived", "Decoder", "Incoming"]
@@ -84,9 +82,7 @@ class Incoming:
 
 def _read_record(kind: int, record: memoryview) -> Message:
     try:
-        message = _RECORD_DECODERS[kind].decode(record)
-        # Texts about the connection are for people on either side; those of a session may be code: its owner knows who spoke.
-        return cleaned(message) if type(message) in UNSEQUENCED else message
+        return _RECORD_DECODERS[kind].decode(record)
     # Whatever the decoder makes of hostile bytes (wrong types, bad text, nesting without end), they are the peer's.
     except Exception as error:
         name = MESSAGE_KINDS[kind].__name__

@@ -6,12 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guava_nb.protocol.framing import UNSEQUENCED, Decoder, Limits, OutgoingMessage
-from guava_nb.protocol.messages import FROM_WORKERS, MESSAGE_KINDS, Channel, Factory, Message, StoreAsk
+from guava_nb.protocol.messages import FROM_WORKERS, MESSAGE_KINDS, Factory, Message, StoreAsk
 from guava_nb.protocol.shown_text import EXACT, cleaned, shown_text
 from tests.support.hostile_text import HOSTILE, hostile, obeyed
-
-CONNECTION = sorted(UNSEQUENCED, key=lambda record: record.NUMBER)
 
 
 @given(st.text(st.characters(codec="utf-8")))
@@ -36,11 +33,3 @@ def test_what_is_a_program_s_own_stays_as_it_came() -> None:
     made = Factory("name\a", {"delimiter": "\x01"})
     assert cleaned(made) == Factory("name\N{REPLACEMENT CHARACTER}", {"delimiter": "\x01"})
     assert {record for record, _ in EXACT} <= FROM_WORKERS | {Factory}
-
-
-@pytest.mark.parametrize("record", CONNECTION, ids=lambda record: record.__name__)
-def test_what_a_peer_says_of_the_connection_is_clean_as_it_is_read(record: type[Message]) -> None:
-    frames = OutgoingMessage(hostile(record), Channel.CONTROL, 0).frames()
-    decoder = Decoder(Limits())
-    arrived = [one for frame in frames for part in frame for one in decoder.receive(part)]
-    assert decoder.error is None and len(arrived) == 1 and obeyed(arrived[0].message) == []
