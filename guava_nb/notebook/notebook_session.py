@@ -239,9 +239,8 @@ class NotebookSession:
             raise UsageError(f"--resume session: {lost}")
         if args.resume is None and not args.fresh and args.weights is None and (held := held_run(orchestrator)):
             raise UsageError(held)
-        orchestrator.check_training(
-            **arguments, model=args.model, model_args=args.model_args
-        )  # before anyone is awaited
+        # Before anyone is awaited.
+        orchestrator.check_training(**arguments, model=args.model, model_args=args.model_args)
         self._gather(self._shown_codes(), panel, last=args.detach)
         self._apply_mode()
         orchestrator.register_model(args.model, args.model_args or {})
