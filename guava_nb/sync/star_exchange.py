@@ -138,7 +138,8 @@ class StarExchange(StepExchange[Replicas]):
                     self._send_sum(in_flight, bucket, commit)
                 case Reissue(shard, rank):
                     self._send_shard(in_flight, shard, rank)
-                case Decided():
+                case Decided(commit):
+                    self._order(in_flight, commit)  # a lone worker's that waits for it; all others have the last sum
                     self._commit(in_flight, instruction)
 
     def _send_sum(self, in_flight: StepInFlight, bucket: int, commit: Commit | None) -> None:
