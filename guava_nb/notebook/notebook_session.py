@@ -239,7 +239,7 @@ class NotebookSession:
             raise UsageError(f"--resume session: {lost}")
         if args.resume is None and not args.fresh and args.weights is None and (held := held_run(orchestrator)):
             raise UsageError(held)
-        # Before anyone is awaited.
+        # Before workers are waited for.
         orchestrator.check_training(**arguments, model=args.model, model_args=args.model_args)
         self._gather(self._shown_codes(), panel, last=args.detach)
         self._apply_mode()

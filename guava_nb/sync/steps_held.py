@@ -62,7 +62,7 @@ class StepsHeld:
             self._ahead_to = dict.fromkeys(ranks, step)
 
     def _may_hold(self, rank: int, step: int) -> bool:
-        """Whether a worker can have applied a step: it was sent it, and it was committed, or such that is applied first."""
+        """Whether a worker can have applied a step: it was sent it, and it was committed or may be applied before that."""
         if step > max(self.at.get(rank, -1), self._sent.get(rank, -1)):
             return False
         return step <= max(self.step, self._ahead_to.get(rank, -1))

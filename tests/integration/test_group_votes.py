@@ -15,7 +15,7 @@ from guava_nb.cluster.group_path import Findings
 from guava_nb.errors import NotFinite, RemoteError
 from guava_nb.protocol.messages import CommitStep
 from guava_nb.training.run import Run
-from tests.support.processes import CELL, PlainTraining, Session, loader
+from tests.support.processes import CELL, PlainTraining, Session, difference, loader
 
 #: A layer that is frozen after some steps: the ranks no longer have the gradients that they had before.
 FREEZES = (
@@ -102,8 +102,7 @@ def test_a_value_that_is_not_finite_is_applied_nowhere_and_told_with_its_worker(
     workers[1].release()
     assert session.orch.run is not None
     plain = PlainTraining(session.folder, loader()).epochs(1, limit=2)
-    left = session.orch.run.model().state_dict()
-    assert max(float((left[n] - v).abs().max()) for n, v in plain.model.state_dict().items()) <= 1e-12
+    assert difference(session.orch.run.model(), plain.model) <= 1e-12
 
 
 def test_an_error_of_user_code_on_one_rank_costs_no_step_before_it(session: Session) -> None:
@@ -115,8 +114,7 @@ def test_an_error_of_user_code_on_one_rank_costs_no_step_before_it(session: Sess
     assert session.orch.run is not None
     assert len(session.orch.run.history) == 3
     plain = PlainTraining(session.folder, loader()).epochs(1, limit=3)
-    left = session.orch.run.model().state_dict()
-    assert max(float((left[n] - v).abs().max()) for n, v in plain.model.state_dict().items()) <= 1e-12
+    assert difference(session.orch.run.model(), plain.model) <= 1e-12
     again = session.train(loader(), epochs=1)
     session.assert_undisturbed(again, PlainTraining(session.folder, loader()).epochs(1))
 

@@ -55,6 +55,7 @@ def _drawn(name: str, runs: int, **changes: object) -> Case:
 def _covering() -> list[Case]:
     out = [
         _all("lone worker", workers=1, faults={"cut": 1}),
+        _all("lone worker that waits for each commit", workers=1, lockstep=True, faults={"cut": 1}),
         _drawn(
             "lone worker, cut off when the run stops",
             60,

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import msgspec
+
 from guava_nb.errors import ConfigError, LinkBroken, RemoteError, SamplesKill, TrainingError, WorkerLost
 from guava_nb.link.session_events import MessageArrived, SessionClosed, SessionResumed, SessionSuspect
 from guava_nb.protocol.messages import Channel, Hello
@@ -54,6 +56,7 @@ class Configuration:
         undoes: a worker can take back its last step.
         unasked: in every state, workers also say what they were not asked.
         eager: a worker hears at once what only waits in it (`QUIET`), so that the moment of hearing is no choice.
+        lockstep: a lone worker waits for the commit of each step, as with a callback that looks at each.
         early: a worker may begin a step before the sum of the one before is here (rounds of local steps with a delay).
     """
 
@@ -74,6 +77,7 @@ class Configuration:
     undoes: bool = True
     eager: bool = True
     early: bool = False
+    lockstep: bool = False
 
     @property
     def samples(self) -> int:
@@ -151,7 +155,7 @@ class World:
         config = self.configuration
         self.runs, self.before = self.runs + 1, dict(self.left)
         self.log = [] if saved is None else list(saved.log)
-        spec = spec_for(config.exchange, config.site, config.workers)
+        spec = msgspec.structs.replace(spec_for(config.exchange, config.site, config.workers), lockstep=config.lockstep)
         replicas = replica_set_for(
             spec, config.samples, config.buckets, saved, f"run-{self.runs}", config.exchange == "voting"
         )
