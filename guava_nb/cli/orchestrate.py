@@ -68,7 +68,7 @@ class _Worker:
 
     def __init__(self, task: TaskPlace, board: Board, wait_s: float) -> None:
         self._task, self._board, self._wait_s = task, board, wait_s
-        self._is_asked_to_end = False
+        self._is_asked_to_end = self._has_met = False
 
     def work(self) -> int:
         """Work until rank 0 has ended, or this process is asked to end."""
@@ -85,7 +85,7 @@ class _Worker:
         return int(failed > MOST_AGAIN)  # else rank 0 has ended, whose status tells how
 
     def _next_code(self, before: str) -> str | None:
-        return code_for_rank(self._board, before, self._wait_s, lambda: self._is_asked_to_end)
+        return code_for_rank(self._board, before, self._wait_s, lambda: self._is_asked_to_end, self._has_met)
 
     def _on_end(self, number: int, frame: object) -> None:
         self._is_asked_to_end = True
@@ -101,6 +101,7 @@ class _Worker:
         try:
             return follow([worker], self._say, asked=lambda: self._on_end(0, None))
         finally:
+            self._has_met |= worker.status().joined
             worker.close()
 
     def _say(self, line: str) -> None:

@@ -67,7 +67,8 @@ class beating:  # noqa: N801 - it is read as a word: with beating(board)
                 return
 
     def __enter__(self) -> None:
-        """Begin."""
+        """Begin; a rank that finds a code finds the first beat, too."""
+        self._board.put(BEAT, "0")
         self._thread.start()
 
     def __exit__(self, *error: object) -> None:
@@ -82,6 +83,7 @@ def code_for_rank(
     before: str,
     limit_s: float,
     is_ending: Callable[[], bool] = lambda: False,
+    has_met: bool = False,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> str | None:
@@ -93,8 +95,10 @@ def code_for_rank(
         before: code of the session before; "": none.
         limit_s: without a sign of life from rank 0, it counts as ended.
         is_ending: asked again and again; True ends the wait.
+        has_met: this rank was in a session of rank 0, so a board without a beat means that rank 0 has ended, not that it is
+            still to come: it can end between two waits.
     """
-    last, at, seen = "", clock(), False
+    last, at, seen = "", clock(), has_met
     while not is_ending():
         code, beat = board.get(CODE), board.get(BEAT)
         if code not in (None, "-", before):

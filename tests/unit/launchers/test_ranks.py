@@ -64,7 +64,15 @@ def test_rank_0s_end_ends_the_wait_at_once(board: FolderBoard) -> None:
     assert code_for_rank(board, "", 10.0, is_ending=lambda: True) is None
 
 
+def test_a_rank_0_that_ended_between_two_waits_is_not_waited_for(board: FolderBoard) -> None:
+    clock = Clock()
+    board.close()
+    assert code_for_rank(board, "a code", 10.0, has_met=True, clock=clock, pause=clock.pause) is None
+    assert clock.now == 0.0
+
+
 def test_what_beats_leaves_nothing(board: FolderBoard) -> None:
     with beating(board):
+        assert board.get(BEAT) is not None, "before anything that the block leaves"
         board.put(CODE, "x")
     assert not board.folder.exists()
