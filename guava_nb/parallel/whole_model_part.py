@@ -164,9 +164,10 @@ class WholeModelPart(ModelPart):
         """Return this rank's share of the squared norm of the full gradient. Here a step waits for the device, once."""
         axes, apart = self._holding.axes, self._data.apart
         square = gradient_square(self.named, self._holding.layouts, axes.dp, axes.tp)
-        if apart is None:
-            return float(square)
-        told, is_apart = torch.stack([square.to(apart.device), apart]).tolist()
+        told, is_apart = (
+            (float(square), 0.0) if apart is None else torch.stack([square.to(apart.device), apart]).tolist()
+        )
+        self._data.end_step()
         if is_apart > 0:
             self._data.settle()
             told = float(gradient_square(self.named, self._holding.layouts, axes.dp, axes.tp))

@@ -62,6 +62,7 @@ class DataAxis:
 
     def begin_forward(self) -> None:
         """A forward of training is about to start."""
+        self.end_step()
         if self.sharded:
             self.sharded.units.begin("training")
 
@@ -85,6 +86,7 @@ class DataAxis:
         if self.sharded is None:
             yield
             return
+        self.sharded.end_step()
         self.sharded.units.begin(kind)
         yield
         self.sharded.units.end_evaluation()
@@ -126,6 +128,11 @@ class DataAxis:
             return ()
         self.buffers.finish(rows, forwards, policies)
         return self.buffers.unlike
+
+    def end_step(self) -> None:
+        """Read what `finish` left on the device for the next forward, at a time when nothing must be waited for."""
+        if self.sharded:
+            self.sharded.end_step()
 
     def settle(self) -> None:
         """Complete gradients that this replica had none of; waits for the device."""

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -40,6 +40,8 @@ class Sharded:
         factor: what a loss must be multiplied with, so that FSDP2's mean is a sum.
         replicas: the group of the replicas.
         groups: modules with a group of their own, the model last.
+        told: of the step whose sums are complete: whether a replica strayed, and how many used each parameter,
+            `[1 + names]` on the device; None where it was read.
     """
 
     root: nn.Module
@@ -48,18 +50,30 @@ class Sharded:
     factor: float
     replicas: dist.ProcessGroup
     groups: list[FSDPModule] = field(default_factory=list)
+    told: Tensor | None = None
 
     def drop_unused(self, named: Mapping[str, nn.Parameter]) -> None:
-        """End a step: a parameter that no replica used has no gradient, as in plain PyTorch."""
+        """A parameter that no replica used gets no gradient, as in plain PyTorch; call `end_step` before the next forward.
+
+        Waits for the device only where this replica did not use a parameter that has a gradient.
+        """
         device = next(iter(named.values())).device
-        mine = [float(name in self.units.used) for name in self.names]
-        flags = torch.tensor([float(self.units.strayed), *mine], device=device)
-        dist.all_reduce(flags, group=self.replicas)
-        strayed, *counts = flags.tolist()
-        for name, count in zip(self.names, counts, strict=True):
-            if not count:
-                named[name].grad = None
-        self.units.settle(bool(strayed))
+        used = self.units.used
+        mine = [float(name in used) for name in self.names]
+        self.told = torch.tensor([float(self.units.strayed), *mine], device=device)
+        dist.all_reduce(self.told, group=self.replicas)
+        unsure = [place for place, name in enumerate(self.names) if name not in used and named[name].grad is not None]
+        if unsure:
+            _, *counts = self.told.tolist()
+            for place in unsure:
+                if not counts[place]:
+                    named[self.names[place]].grad = None
+
+    def end_step(self) -> None:
+        """Agree on the next pass; does nothing where no step's sums were completed since."""
+        if self.told is not None:
+            told, self.told = self.told, None
+            self.units.settle(bool(told[0]))
 
     def release(self) -> None:
         """Free gathered parameters."""
