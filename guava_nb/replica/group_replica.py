@@ -36,10 +36,10 @@ from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.model.build import begin_training, build_model, compile_modules, place_model
 from guava_nb.replica.model.forward_writes import ForwardWrites
-from guava_nb.replica.model.gradient_hooks import GradientHooks
+from guava_nb.replica.model.gradient_hooks import GradientHooks, refusing_hooks
 from guava_nb.replica.model.parameter_watch import GradientSwitches, ParameterWatch
 from guava_nb.replica.objective import build_criterion, scoring
-from guava_nb.replica.optimizer import build_optimizer
+from guava_nb.replica.optimizer import build_optimizer, is_of_the_user
 from guava_nb.replica.outputs import inputs_of
 from guava_nb.replica.preprocess import pair_of
 from guava_nb.replica.rng import seeded, shard_seed
@@ -65,6 +65,7 @@ class GroupReplica(BaseReplica):
 
     part: ModelPart | None
     _axes: MeshAxes | None
+    _built: nn.Module | None  # as its factory made it, until a group takes it
     _frozen: tuple[str, ...]  # parameters that take no gradient any more, as of the last commit
 
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device) -> None:
@@ -89,8 +90,12 @@ class GroupReplica(BaseReplica):
         self._hidden = {name: buffer.shape for name, buffer in model.named_buffers() if name not in carried}
         self.layout = build_layout(model, spec.bucket_bytes)
         self.wire = BucketWire(self.layout)
-        self._use_optimizer(self._make_optimizer(dict(model.named_parameters())))
+        with refusing_hooks(model, spec.optimizer.name):
+            optimizer = self._make_optimizer(dict(model.named_parameters()))
+        self._use_optimizer(optimizer)
         self.part = None
+        # The first group spreads this one; not where the user's own optimizer may have changed something of it.
+        self._built = None if is_of_the_user(optimizer) else model
         self.close()
 
     # ------------------------------------------------------------------------------------------------------- the group
@@ -112,7 +117,10 @@ class GroupReplica(BaseReplica):
         mesh = Mesh(world_size // (shape.pp * shape.tp), shape.pp, shape.tp)
         shape = msgspec.structs.replace(shape, dp=mesh.data)  # whole replicas go on with any number
         self._axes = MeshAxes.build(mesh, self.device, machines)
-        model = begin_training(place_model(build_model(self._spec, self.resolve), self._spec, self.device))
+        model, self._built = self._built, None
+        if model is None:
+            model = build_model(self._spec, self.resolve)
+        begin_training(place_model(model, self._spec, self.device))
         staged = shape.pp > 1 or shape.mode == "pipeline"
         if self._spec.compile and not staged:
             compile_modules([model], self.device)

@@ -84,10 +84,10 @@ class Replica(BaseReplica):
         self.model = begin_training(place_model(built, spec, device))
         if spec.compile and model is None:
             compile_modules([self.model], device)
-        self.hooks = GradientHooks(self.model)
         self.layout = build_layout(self.model, spec.bucket_bytes, message_format(spec)[0])
         self.wire = BucketWire(self.layout, *message_format(spec))
         self._use_optimizer(build_optimizer(spec.optimizer, self.model.named_parameters(), resolve))
+        self.hooks = GradientHooks(self.model)  # those that the optimizer has put there, too
         self._named = dict(self.model.named_parameters())
         self._parameters = [[self._named[name] for name in bucket.names] for bucket in self.layout.buckets]
         self._gradient_buckets = GradientBuckets(self.layout, self._named, device)

@@ -7,7 +7,8 @@ not do to its parts (clamping, signs, clipping). So they are taken off the param
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from guava_nb.errors import ConfigError
 from guava_nb.parallel.module_state import unheard
 from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
 
-__all__ = ["GradientHooks"]
+__all__ = ["GradientHooks", "refusing_hooks"]
 
 #: Sizes of the gradients on which hooks are tried: a clamp acts on large ones only.
 _SIZES = (0.01, 1.0, 30.0)
@@ -151,6 +152,28 @@ class GradientHooks:
         with torch.no_grad():
             found = [one.tried([gradient]) for gradient in gradients]
         return not all(a is not None and torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
+
+
+@contextmanager
+def refusing_hooks(model: nn.Module, optimizer: str) -> Iterator[None]:
+    """Refuse an optimizer, made inside, that puts hooks on gradients: in a group each rank's would see its own part of them.
+
+    Raises:
+        ConfigError: it does.
+    """
+    before = _hooks_on(model)
+    yield
+    if hooked := [name for name, hooks in _hooks_on(model).items() if hooks != before.get(name)]:
+        raise ConfigError(
+            f"optimizer {optimizer!r} puts a hook on the gradient of {hooked[0]!r} when it is made, and in this mode each worker "
+            "makes one of its part of the model: put the hook there in the model's factory, or use data mode with "
+            'path="relay" (--path relay)'
+        )
+
+
+def _hooks_on(model: nn.Module) -> dict[str, list[int]]:
+    tables = ((n, (p._backward_hooks, p._post_accumulate_grad_hooks)) for n, p in model.named_parameters())
+    return {name: [key for table in both for key in table or ()] for name, both in tables}
 
 
 def _drawn(one: _Hooked, size: float, seed: int = 0) -> Tensor:

@@ -89,6 +89,14 @@ class Clamped(Mlp):
             p.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
 
+def clamping(named):
+    """Its hooks come with the optimizer, and see what the sum over workers is."""
+    parameters = [p for _, p in named]
+    for p in parameters:
+        p.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
 def signs(parameter):
     parameter.grad = parameter.grad.sign() * 0.1
 
@@ -596,6 +604,8 @@ PROGRAMS = [
     mlp("spectral norm", model=Spectral, told={"pipeline": "micro-batch"}),
     mlp("gradients clamped by hooks", model=Clamped,
         refused=dict.fromkeys(("zero 3", "tensor"), "a hook changes the gradient of")),
+    mlp("gradients clamped by hooks of the optimizer", optimizer=clamping, optimizer_args={},
+        refused=dict.fromkeys(("zero 1", "zero 3", "tensor", "pipeline"), "puts a hook on the gradient of")),
     mlp("signs of gradients by hooks", model=Signs,
         refused=dict.fromkeys(("zero 3", "tensor"), "a hook changes the gradient of")),
     mlp("gradients watched by hooks", model=Watched, options={"max_grad_norm": 0.1}),
