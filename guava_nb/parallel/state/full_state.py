@@ -78,7 +78,7 @@ class FullOrder:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what of a tensor lies on this rank, without its graph: of a DTensor its shard, which shares its memory."""
+    """Return what of a tensor lies on this rank, without its graph: of a DTensor its shard `[n, ...]`, sharing its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
