@@ -80,7 +80,9 @@ class Measuring:
             RefusedJoin: all are taken.
         """
         if not self._free.acquire(blocking=False):
-            raise RefusedJoin("busy", "others measure this line already", "try again in a minute")
+            raise RefusedJoin(
+                "busy", "other workers are measuring their lines to this session", "try again in a minute"
+            )
         try:
             yield
         finally:

@@ -903,7 +903,7 @@ def test_a_cell_magic_explains_itself_alone_in_its_cell(notebook: Any) -> None:
     shown = notebook.run("%%guava_share -h")
     assert shown.ok and shown.text.startswith("usage: %%guava_share")
     nothing = notebook.run("%%guava_share --name x\n\n")
-    assert not nothing.ok and len(nothing.lines) == 1 and "nothing to share here" in nothing.text
+    assert not nothing.ok and len(nothing.lines) == 1 and "has no cell to share" in nothing.text
 
 
 def test_what_a_magic_returns_is_html_on_a_page_and_one_line_of_text(notebook: Any) -> None:
@@ -946,7 +946,10 @@ def test_a_shared_cell_says_at_once_what_it_still_lacks(notebook: Any) -> None:
     notebook.run("scale = 2")
     shown = notebook.run("%%guava_share --name half\ndef half(x):\n    return x * scale\n")
     assert "Cell half is shared" in shown.text
-    assert "What uses it cannot train yet: name 'scale' is used in cell 'half' (line 2)" in shown.text
+    assert (
+        "A model or a loss that uses it cannot be trained yet: name 'scale' is used in cell 'half' (line 2)"
+        in shown.text
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- doctor

@@ -48,7 +48,7 @@ def test_pages_get_a_picture_with_mistakes_first(monkeypatch: pytest.MonkeyPatch
     "samples", [[(0.0, 0.5)] * 6, [3.0] * 6, [(0.0, "cat")] * 6, [(0.0, np.zeros(3))] * 6, [{"x": 1}] * 6]
 )
 def test_what_is_no_class_is_told(samples: list[Any]) -> None:
-    with pytest.raises(UsageError, match="--show compares with classes"):
+    with pytest.raises(UsageError, match="--show needs samples of the form"):
         show_classes(Loader(samples), FOUND, "text")
 
 
