@@ -458,8 +458,8 @@ def test_detach_returns_at_once_and_stop_ends_it(notebook: Any) -> None:
         ("--model Net --loss L --data loader --model-args {width", "never closes"),
         ("--model Net --loss L --data {laoder}", "did you mean loader?"),
         ("--model Net --loss L --data loader --val-interval 3", "--val-interval needs --val"),
-        ("--model Net --loss L --data loader --out 3x", "not a name"),
-        ("--model Net --loss L --data loader -o class", "not a name"),
+        ("--model Net --loss L --data loader --out 3x", "cannot be called so"),
+        ("--model Net --loss L --data loader -o class", "cannot be called so"),
         ("--model Net --loss L --data loader extra", "one word too many"),
         ("--model Net --loss L --data loader --shares 0,0", "not a list of weights"),
         ("--model Net --loss L --data loader --fresh --resume a.pt", "contradict"),
@@ -590,7 +590,11 @@ def test_predict_shows_progress_and_a_table_and_keeps_the_results(notebook: Any,
     assert notebook.orchestrator.calls[-1][1] == {
         "loader": [1, 2, 3], "return_full_probabilities": True, "raw": True, "predict_step": "f",
     }  # fmt: skip
-    for words, said in (("--resume", "needs --path"), ("--into 3x", "not a name"), ("--top-k 0", "not 1 or more")):
+    for words, said in (
+        ("--resume", "needs --path"),
+        ("--into 3x", "cannot be called so"),
+        ("--top-k 0", "not 1 or more"),
+    ):
         shown = notebook.run(f"%guava_predict --data loader {words}")
         assert not shown.ok and len(shown.lines) == 1 and said in shown.text
 

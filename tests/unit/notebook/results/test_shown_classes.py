@@ -56,7 +56,7 @@ def test_data_without_an_index_is_refused_before_anything_is_predicted(notebook:
     check_can_show(Loader(IMAGES))
     notebook.run("%guava_up\nloader = [1, 2]")
     shown = notebook.run("%guava_predict --data loader --show")
-    assert not shown.ok and "this data has none" in shown.lines[0]
+    assert not shown.ok and "this data has no indices" in shown.lines[0]
     assert not [name for name, _ in notebook.orchestrator.calls if name == "predict"]
     shown = notebook.run("%guava_predict --data loader --show --raw")
     assert not shown.ok and "keep one" in shown.lines[0]
