@@ -143,7 +143,9 @@ def _ended_in_time(stream: Stream) -> Iterator[None]:
     try:
         yield
     except LinkClosed:
-        raise LinkTimeout(f"{stream.peer} did not finish measuring within {_VISIT_S:g} s") from None
+        raise LinkTimeout(
+            f"{stream.peer} did not finish measuring within {_VISIT_S:g} s: the line is slow or broken"
+        ) from None
     finally:
         timer.cancel()
         timer.join()

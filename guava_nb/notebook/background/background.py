@@ -145,7 +145,10 @@ class Background:
             ClusterError: the session was closed.
         """
         if self._connection is None:
-            raise ClusterError("the background session of this run is closed, and its runs with it")
+            raise ClusterError(
+                "the background session of this run is closed, and its runs with it; what was saved of them is in their files "
+                "(%guava_resume FILE)"
+            )
         return self._connection
 
     def magic(self, magics: Any, name: str, args: argparse.Namespace, cell: str | None) -> Any:
