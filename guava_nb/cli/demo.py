@@ -75,11 +75,17 @@ class DemoOptions:
                 )
         TrainingOptions(criterion=LOSS, sync=self.sync, **self.rounds())  # refuses what a run would refuse
         if self.sync == "local" and self.mode != "data":
-            raise ConfigError(f"--sync local lets every worker take steps of its own, and in {self.mode} mode none can")
+            raise ConfigError(
+                f"--sync local lets every worker take steps of its own, and in {self.mode} mode none can: leave --sync out, "
+                "or take --mode data"
+            )
         if self.mode == "hybrid" and (self.workers < 4 or self.workers % 2):
             raise ConfigError(f"--mode hybrid makes pairs of stages and needs 4, 6, ... workers, not {self.workers}")
         if self.mode not in ("data", "zero") and self.shares is not None:
-            raise ConfigError(f"--shares divides a batch among replicas, and {self.mode} mode has none to divide among")
+            raise ConfigError(
+                f"--shares divides a batch among replicas, in data and zero mode only, and this is {self.mode} mode: leave "
+                "--shares out, or take --mode data"
+            )
         if self.shares is not None and len(self.shares) != self.workers:
             raise ConfigError(f"--shares names {len(self.shares)} shares for {self.workers} workers; give one for each")
         if self.shares is not None and min(self.shares) <= 0:

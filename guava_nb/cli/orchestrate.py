@@ -39,7 +39,9 @@ def orchestrate(args: argparse.Namespace, task: TaskPlace, run_script: Callable[
     if task.world_size is None or task.world_size < 2:
         raise ConfigError(f"--orchestrate makes workers of ranks 1 and up, and there is rank 0 alone: {SEVERAL}")
     if not 0 <= task.rank < task.world_size:
-        raise ConfigError(f"there is no rank {task.rank} among {task.world_size} processes")
+        raise ConfigError(
+            f"there is no rank {task.rank} among {task.world_size} processes; ranks go from 0 to {task.world_size - 1}"
+        )
     board = board_of(task, os.environ, args.wait)
     host = hub_host(task, os.environ)
     _forget(os.environ)

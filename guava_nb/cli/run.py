@@ -203,9 +203,12 @@ def _check_program(program: str, module: bool) -> None:
         finally:
             sys.path.pop(0)
         if not found:
-            raise ConfigError(f"there is no module {program!r} in this environment")
+            raise ConfigError(
+                f"there is no module {program!r} in this environment: install it here, or give the path of the program "
+                "without -m"
+            )
     elif not Path(program).exists():
-        raise ConfigError(f"there is no program {program!r} in {os.getcwd()}")
+        raise ConfigError(f"there is no program {program!r} in {os.getcwd()}: give its path from there")
 
 
 # ------------------------------------------------------------------------------------------------------- the program

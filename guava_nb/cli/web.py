@@ -211,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
             html = _PAGE.replace("NONCE", nonce).replace("PANEL", page.panel())
             self._answer(200, html, "text/html", nonce)
         else:
-            self._answer(404, "there is one page here\n", "text/plain")
+            self._answer(404, "guava status --web serves one page: open the address that it wrote\n", "text/plain")
 
     def _answer(self, status: int, text: str, kind: str, nonce: str = "") -> None:
         body = text.encode()

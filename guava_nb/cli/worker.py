@@ -69,9 +69,11 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--end-with-input", action="store_true", help="leave when standard input ends, with --join-file -"
     )
-    parser.add_argument("--mark", metavar="WORD", help="has no effect: by it a program finds what it started")
     parser.add_argument(
-        "--asked-status", type=int, default=0, metavar="N", help="exit with N when a signal let it leave (%(default)s)"
+        "--mark", metavar="WORD", help="has no effect; a program finds by it the workers that it started"
+    )
+    parser.add_argument(
+        "--asked-status", type=int, default=0, metavar="N", help="exit with N when a signal made it leave (%(default)s)"
     )
     parser.add_argument("--name", default="", help="what the orchestrator calls it (host and device)")
     parser.set_defaults(run=run)

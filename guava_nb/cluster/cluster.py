@@ -230,7 +230,7 @@ class Cluster:
         with self._changed:
             before = self._seat_before(session, hello.before)
             if before in self.expelled:
-                self._close_aside(session, f"{self.name(before)} was sent away before")
+                self._close_aside(session, f"{self.name(before)} was sent away before: start the worker anew")
                 return
             member = self.roster.join(hello) if before is None else self.roster.rejoin(before, hello)
             member.detail = "; ".join(notes)

@@ -113,8 +113,8 @@ class LineBreaks:
         self._told_at[rank] = now
         return (
             f"{name}: its connection broke {len(breaks)} times in {now - breaks[0]:.0f} s, the last time: {cause}. It "
-            "comes back each time and goes on within messages, so work goes on, slowly. Something on the way ends connections "
-            "(a proxy, a phone, a VPN): another network or another --tunnel may help"
+            "comes back each time and goes on within messages, so no work is lost, but it is slow. Something on the way ends "
+            "connections (a proxy, a phone, a VPN): another network or another --tunnel may help"
         )
 
     def forget(self, rank: int) -> None:

@@ -171,15 +171,15 @@ def _why_not_ours(path: Path) -> str:
     for one in (path, *map(path.with_suffix, _READ)):
         if why := not_private(one, OTHERS_DO if one == path else OTHERS_WRITE):
             return (
-                f"{one} is there, and {why}, so a session does not go by it: remove it, close it to others if you know that it "
-                "is yours (chmod 600), or name another file"
+                f"the file {one} exists, and {why}, so this session does not use it: remove it, close it to others if you "
+                "know that it is yours (chmod 600), or name another file"
             )
     if path.parent == state_folder() or not os.path.lexists(path):
         return ""  # what lies in our own folder is ours, also where it is damaged
     with contextlib.suppress(OSError, msgspec.DecodeError):
         msgspec.json.decode(read_private(path), type=SavedSession)
         return ""
-    return "it is there, and is no session file, so it is left as it is: name a file that is not there yet"
+    return "this file exists and is no session file, so it is left as it is: name a file that does not exist yet"
 
 
 def _open_private(path: str, flags: int) -> int:

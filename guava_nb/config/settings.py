@@ -393,7 +393,10 @@ class DistributedConfig:
         if self.use_amp and self.precision == "fp64":
             raise ConfigError('use_amp with precision "fp64" contradict each other; leave one of them out')
         if mesh.stages > 1 and strategy != "MODEL_PARALLEL" and self.batch_size < self.micro_batches:
-            raise ConfigError(f"micro_batches {self.micro_batches} cannot be cut from batch_size {self.batch_size}")
+            raise ConfigError(
+                f"micro_batches {self.micro_batches} cannot be cut from batch_size {self.batch_size}: give at most as many as "
+                "a batch has samples"
+            )
         self._check_model_shape(mesh)
 
     def _check_model_shape(self, mesh: Mesh) -> None:
@@ -401,9 +404,14 @@ class DistributedConfig:
         if mesh.stages > 1:
             divide_layers(self.n_layers, mesh.stages)
         if mesh.tensor > 1 and self.n_heads % mesh.tensor:
-            raise ConfigError(f"n_heads {self.n_heads} cannot be shared by tensor_parallel_size {mesh.tensor} workers")
+            raise ConfigError(
+                f"n_heads {self.n_heads} cannot be shared by tensor_parallel_size {mesh.tensor} workers: choose a number of "
+                "workers that divides it"
+            )
         if mesh.tensor > 1 and self.d_model % self.n_heads:
-            raise ConfigError(f"d_model {self.d_model} is no multiple of n_heads {self.n_heads}")
+            raise ConfigError(
+                f"d_model {self.d_model} is no multiple of n_heads {self.n_heads}, and each head takes an equal part of it"
+            )
 
     @property
     def _by_layers(self) -> bool:

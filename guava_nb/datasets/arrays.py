@@ -96,7 +96,7 @@ class ArrayDataset(Dataset[Any]):
 
     def _check(self) -> None:
         if not self._arrays:
-            raise ConfigError("no array was given")
+            raise ConfigError("no array was given; give inputs, or inputs and targets")
         for name, array in zip(self._names, self._arrays, strict=True):
             if not isinstance(array, np.ndarray | torch.Tensor):
                 raise ConfigError(f"{name} is a {type(array).__name__}: give a numpy.ndarray or a torch.Tensor")

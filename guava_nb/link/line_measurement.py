@@ -80,7 +80,9 @@ class Measuring:
             RefusedJoin: all are taken.
         """
         if not self._free.acquire(blocking=False):
-            raise RefusedJoin("busy", "others measure this line already", "try again in a minute")
+            raise RefusedJoin(
+                "busy", "other workers are measuring their lines to this session", "try again in a minute"
+            )
         try:
             yield
         finally:
@@ -141,7 +143,9 @@ def _ended_in_time(stream: Stream) -> Iterator[None]:
     try:
         yield
     except LinkClosed:
-        raise LinkTimeout(f"{stream.peer} did not finish measuring within {_VISIT_S:g} s") from None
+        raise LinkTimeout(
+            f"{stream.peer} did not finish measuring within {_VISIT_S:g} s: the line is slow or broken"
+        ) from None
     finally:
         timer.cancel()
         timer.join()

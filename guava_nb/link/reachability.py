@@ -79,7 +79,7 @@ class ReachListener:
                 self._sockets.append(sock)
                 self.addresses += (ProbeAddress(interface, address, sock.getsockname()[1]),)
         if not self._sockets:
-            raise ConfigError("no network interface of this machine has an address that others could dial")
+            raise ConfigError("no network interface of this machine has an address that other machines could dial")
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="guava-reach", daemon=True)
         self._thread.start()

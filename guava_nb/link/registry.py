@@ -94,7 +94,7 @@ class Registry(Generic[_S]):
                         "end some of them, then run the cell again",
                     )
                 return None
-            raise RefusedJoin(SESSION_UNKNOWN, "this session is not known here: the listener was started anew")
+            raise RefusedJoin(SESSION_UNKNOWN, "this session is not known here, because the listener was started anew")
         if not hmac.compare_digest(session.identity, attach.identity):
             raise RefusedJoin("identity", "this session belongs to another identity")
         if attach.incarnation < session.incarnation(attach.purpose):

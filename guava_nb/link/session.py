@@ -330,7 +330,7 @@ class Session:
         lost_at = self.lost_at
         waited_s = self._options.grace_s if lost_at is None else round(self._kept_until(lost_at) - lost_at, 1)
         problem = LinkTimeout(
-            f"{self.peer_address} was away for more than {waited_s:g} s and is not waited for any longer"
+            f"{self.peer_address} was away for more than {waited_s:g} s, and this side waits for it no longer"
             + (f" (last try: {last})" if last is not None else "")
         )
         problem.__cause__ = last

@@ -152,7 +152,7 @@ class TunnelKeeper:
             raise ConfigError("the session was closed while its tunnel was started")
         if not fits(tunnel, self._listener.host):
             raise ConfigError(
-                f"here {self._listener.host} is listened on, and the tunnel {tunnel.name} needs {tunnel.bind}: close this "
+                f"this session listens on {self._listener.host}, and the tunnel {tunnel.name} needs {tunnel.bind}: close the "
                 "session first (%guava_down), then open it with that tunnel"
             )
         first = self._tunnel is None and self._address is None
@@ -213,7 +213,8 @@ class TunnelKeeper:
         if text != self._fault:  # a fault that stays is told once
             self._fault = text
             self._notice(
-                f"keeping the tunnel up met a fault: {text}. It is still watched and started again when it ends"
+                f"the part of guava_nb that watches the tunnel failed once: {text}. The tunnel is still watched, and is started "
+                "again when it ends; you need to do nothing"
             )
 
     def _look(self) -> None:

@@ -39,10 +39,12 @@ class WheelDesk:
         wheel = self._wheel
         if not wheel:
             raise RefusedJoin(
-                "no wheel", "this session offers no wheel", "run %guava_up there and paste its newest cell"
+                "no wheel", "this session offers no wheel of guava_nb", "run %guava_up there and paste its newest cell"
             )
         if not self._free.acquire(blocking=False):
-            raise RefusedJoin("busy", f"{_SEATS} others fetch the wheel already", "run the cell again in a minute")
+            raise RefusedJoin(
+                "busy", f"{_SEATS} other notebooks are fetching the wheel of guava_nb", "run the cell again in a minute"
+            )
         too_long = threading.Timer(_VISIT_S, stream.shutdown)
         too_long.daemon = True
         too_long.start()

@@ -132,7 +132,7 @@ WORKER = Command(
     (
         word("code", nargs="*", metavar="CODE", help="join code from %%guava_up (default: GUAVA_JOIN_CODE)"),
         option("--device", metavar="D", complete=_DEVICES, help="cpu, cuda:0, ... (default: auto)"),
-        option("--name", metavar="NAME", help="how this worker is called in tables and logs"),
+        option("--name", metavar="NAME", help="name of this worker in tables and logs"),
         flag("--detach", help="do not block the cell (a free Colab counts as idle then)"),
     ),
     "%guava_worker guava1:...",

@@ -129,7 +129,7 @@ class GuavaMagics(Magics):
             return
         say(f"Cell {name} is shared{'' if self.session.is_open else ' as soon as %guava_up opens a session'}.")
         for sentence in self.session.cells.undefined(name):
-            say(f"What uses it cannot train yet: {sentence}.")
+            say(f"A model or a loss that uses it cannot be trained yet: {sentence}.")
 
     @line_cell_magic
     @_command(commands.PX)
@@ -137,8 +137,8 @@ class GuavaMagics(Magics):
         """Run a cell on the workers."""
         if cell is None:
             raise UsageError(
-                "%%guava_px stands with two percent signs on the first line of a cell, and runs what is below it: there is "
-                "nothing here"
+                "%guava_px has no cell to run: write %%guava_px, with two percent signs, as the first line of a cell, and below "
+                "it what the workers shall run"
             )
         return self.session.code.run(args, cell)
 

@@ -42,7 +42,7 @@ def mode_arguments(args: argparse.Namespace) -> dict[str, Any]:
     wrong = [name for name in _PIPELINE_ONLY if name in given and args.mode not in ("pipeline", "hybrid")]
     wrong += ["plan"] if "plan" in given and args.mode not in ("tensor", "hybrid") else []
     if wrong:
-        raise UsageError(f"--{wrong[0].replace('_', '-')} means nothing in {args.mode} mode")
+        raise UsageError(f"--{wrong[0].replace('_', '-')} means nothing in {args.mode} mode; leave it out")
     if "sync_batchnorm" in given:
         given["sync_batchnorm"] = given["sync_batchnorm"] == "on"
     chosen = {_NAMES.get(name, name): value for name, value in given.items()}

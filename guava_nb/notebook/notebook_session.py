@@ -184,8 +184,8 @@ class NotebookSession:
         """
         if text is None:
             raise UsageError(
-                "%%guava_share stands with two percent signs on the first line of a cell, and shares what is below it: there is "
-                "nothing to share here"
+                "%guava_share has no cell to share: write %%guava_share, with two percent signs, as the first line of a cell, "
+                "and below it what the workers need"
             )
         return self.cells.share(given_name, text, self._orchestrator if self.is_open else None, with_workers)
 

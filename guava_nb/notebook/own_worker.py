@@ -28,8 +28,8 @@ _ENDS = ("left", *_BAD_ENDS)
 _AWAY = "reconnecting"
 #: Errors that say little of what is in the way.
 _UNREACHED = ("LinkBroken", "LinkTimeout")
-_BACK = "The connection to the session is back: it goes on where it was, and nothing is left to do."
-_BY_ITSELF = "It dials again by itself, and nothing needs to be done here; an interrupt lets it leave."
+_BACK = "The connection to the session is back: the worker goes on where it was, and you need to do nothing."
+_BY_ITSELF = "It dials again by itself, and you need to do nothing here; an interrupt makes it leave."
 _HOW_ON = (
     "with the session's new join code, run %guava_worker NEWCODE here and it goes on where it was; %guava_down ends it"
 )

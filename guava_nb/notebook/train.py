@@ -58,7 +58,9 @@ def check_variable(name: str | None, option: str) -> None:
         UsageError: it is no name, or one of the language's own words.
     """
     if name is not None and (not name.isidentifier() or keyword.iskeyword(name)):
-        raise UsageError(f"{option} {name}: not a name for a variable")
+        raise UsageError(
+            f"{option} {name}: a variable cannot be called so; give a name of letters, digits and _ that is no word of Python"
+        )
 
 
 def metrics_argument(text: str, namespace: Mapping[str, Any]) -> Any:

@@ -96,7 +96,8 @@ class PipelineAdvice:
         try:
             crossing, _ = passed_between(run, split_model(copy.deepcopy(run.model), shape.pp, shape.split).modules)
         except ConfigError as error:
-            text = f"schedule auto: 1f1b with {config.micro_batches} micro-batches, because it is not known what passes: {error}"
+            why = f"because what passes between stages is not known: {error}"
+            text = f"schedule auto: 1f1b with {config.micro_batches} micro-batches, {why}"
             return PipelineChoice("1f1b", config.micro_batches, text)
         measured_lines(cluster)
         seconds = self.sync.seconds_alone(planned, cluster)

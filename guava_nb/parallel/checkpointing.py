@@ -64,6 +64,7 @@ def _checkpointed(forward: Callable[..., Any], module: nn.Module) -> Callable[..
 
 
 def _places(module: nn.Module) -> dict[_Place, Tensor]:
+    """Return the buffers of all modules, each of its own shape, by the place where it stands."""
     return {(m, key): value for m in module.modules() for key, value in m._buffers.items() if value is not None}
 
 
@@ -108,7 +109,7 @@ def _once(forward: Callable[..., Any], module: nn.Module, moving: set[_Place]) -
 def _holding(
     module: nn.Module, before: Mapping[_Place, Tensor], attributes: Mapping[nn.Module, dict[str, Any]]
 ) -> Iterator[None]:
-    """Put copies in the places of buffers, and set attributes back, for the block.
+    """Put copies, each of its buffer's shape, in the places of buffers, and set attributes back, for the block.
 
     The buffers of now are left alone: autograd may have kept them for backward.
 

@@ -185,6 +185,7 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _written(self, tensor: Tensor, by: str) -> ConfigError:
+        """Return the error of a write into a gathered parameter of any shape."""
         by, way = f"by {by}", "keep what moves without gradients in buffers, or use"
         if by.startswith("by embedding"):
             by += " with max_norm"

@@ -117,4 +117,4 @@ class ModelPart(Protocol):
         """Return this rank's share of the full optimizer's state."""
 
     def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None) -> None:
-        """Take this rank's part of a full state; without `optimizer` its state is left as it is."""
+        """Take this rank's part of a state of full shapes, by name; without `optimizer` its state is left as it is."""

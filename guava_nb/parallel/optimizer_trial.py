@@ -111,7 +111,7 @@ def _half(dims: Mapping[str, int], half: int, name: str, value: Tensor) -> Tenso
         dims: the dim that is cut, by parameter.
         half: 0 or 1.
         name: of the parameter.
-        value: its stand-in.
+        value: its stand-in, of any shape.
     """
     dim = dims.get(name)
     if dim is None or value.shape[dim] < 2:
@@ -121,7 +121,7 @@ def _half(dims: Mapping[str, int], half: int, name: str, value: Tensor) -> Tenso
 
 
 def _if_in(here: Collection[str], name: str, value: Tensor) -> Tensor | None:
-    """Return a stand-in where its parameter is among those that are here, else None."""
+    """Return a stand-in of any shape where its parameter is among those that are here, else None."""
     return value if name in here else None
 
 
@@ -268,6 +268,7 @@ def _note_state(played: _Played, optimizer: Optimizer, names: Mapping[int, str],
 
 
 def _stepped(part: _Part, named: Mapping[str, Tensor]) -> Collection[str]:
+    """Return the names among `named`, of any shapes, on which this part's optimizer steps."""
     return named if part.owned is None else part.owned
 
 
@@ -280,7 +281,7 @@ def _label(optimizer: Optimizer) -> str:
 
 
 def _difference(first: Mapping[str, Tensor], whole: _Played, found: _Played, part: _Part) -> str:
-    """Return why an optimizer cannot be used on a part, "" where it can."""
+    """Return why an optimizer cannot be used on a part, "" where it can; `first` has the values before, of full shapes."""
     if found.problem is not None:
         if "empty parameter list" in str(found.problem):
             return (
@@ -319,7 +320,7 @@ def _difference(first: Mapping[str, Tensor], whole: _Played, found: _Played, par
 
 
 def _furthest(first: Mapping[str, Tensor], whole: _Played, found: _Played, part: _Part) -> str:
-    """Return the first parameter that is updated otherwise than in `whole`, ""."""
+    """Return the first parameter that is updated otherwise than in `whole`, ""; `first` has the values before, of full shapes."""
     for after, here in zip(whole.values, found.values, strict=False):
         for name, value in here.items():
             wanted, before = part.cut(name, after[name]), part.cut(name, first[name])

@@ -189,7 +189,7 @@ class WholeModelPart(ModelPart):
         return self._holding.optimizer_pieces(self.optimizer, self._members, self._owned)
 
     def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None) -> None:
-        """Take this rank's part of a full state.
+        """Take this rank's part of a full state, tensors of full shapes by name.
 
         Raises:
             CheckpointError: it is another model's.

@@ -268,7 +268,7 @@ class BaseReplica(ABC):
 
     @abstractmethod
     def _step(self, sums: Buckets | None, factor: float | Tensor) -> None:
-        """Multiply the gradients with `factor`, step the optimizer, and drop the gradients."""
+        """Multiply the gradients with `factor`, a number or a scalar `[]`, step the optimizer, and drop the gradients."""
 
     @abstractmethod
     def restore(self) -> None:

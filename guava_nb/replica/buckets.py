@@ -304,7 +304,7 @@ class BucketWire:
         return wire_format.decode(payload, bucket.numel, bucket.dtype)
 
     def decode_part(self, number: int, tensor: FlatTensor, payload: memoryview) -> Tensor:
-        """Return what a shard sent of a bucket, to be added up, as `decode` does; a sparse message stays a sparse tensor.
+        """Return what a shard sent of a bucket, `[numel]`, to be added up, as `decode` does; a sparse message stays sparse.
 
         Args:
             number, tensor, payload: as for `decode`, whose errors it has.

@@ -251,7 +251,7 @@ class BufferBook:
         return pack_present([i in self._previous for i in range(len(self._owners))]), flat
 
     def moved_numbers(self) -> dict[str, Tensor]:
-        """Return the buffers that moved since the last commit and could have become NaN or Inf, by name."""
+        """Return the buffers that moved since the last commit and could have become NaN or Inf, of their shapes, by name."""
         if self._bucket is None or not self._touched:
             return {}
         live = {self._names[i]: self._live(i) for i in self._moved()}
@@ -286,7 +286,7 @@ class BufferBook:
     # ------------------------------------------------------------------------------------------------------ one buffer
 
     def _live(self, index: int) -> Tensor:
-        """Return the tensor that stands in the model now, not a copy.
+        """Return the tensor that stands in the model now, of any shape, not a copy.
 
         Raises:
             TrainingError: the user's code removed it.
@@ -370,5 +370,5 @@ def _is_counter(tensor: Tensor) -> bool:
 
 
 def _mark(tensor: Tensor) -> tuple[int, int, int]:
-    """Return what tells whether a tensor was replaced or written in place since."""
+    """Return what tells whether a tensor of any shape was replaced or written in place since."""
     return id(tensor), tensor._version, tensor.data_ptr()

@@ -366,7 +366,7 @@ class GroupReplica(BaseReplica):
             }
 
     def _hidden_buffers(self) -> dict[str, Tensor]:
-        """Return those that training moved and no state dict carries, by their names in the whole model."""
+        """Return those that training moved and no state dict carries, of their shapes, by names in the whole model."""
         moved = ((self._full_name(name), value) for name, value in self._buffers.hidden().items())
         return {name: value for name, value in moved if self._hidden.get(name) == value.shape}
 

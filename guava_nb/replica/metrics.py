@@ -280,7 +280,7 @@ class _TorchMerge(Merge):
 
 
 def _known(reduction: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Reductions that may be done as the states come, so that not all of them are kept."""
+    """Return a reduction of two states of one shape that may be done as they come, so that not all are kept."""
     return _PAIRWISE.get(getattr(reduction, "__name__", ""))
 
 

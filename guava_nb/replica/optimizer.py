@@ -432,7 +432,7 @@ class StepUndo:
         self._marks: list[tuple[int, int]] = []
 
     def begin(self, further: Iterable[Tensor] = ()) -> None:
-        """Note what is there; `further` tensors are kept with the parameters."""
+        """Note what is there; `further` tensors of any shapes are kept with the parameters."""
         self._kept, self._marks = None, []
         if not is_of_the_user(self._optimizer):
             self._marks = self._versions()

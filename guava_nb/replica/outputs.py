@@ -158,6 +158,7 @@ def _raw(outputs: Any, rows: int) -> Columns:
 
 
 def _leaves(name: str, value: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors in a nested value, of any shapes, by their path; a bfloat16 becomes a float32."""
     if isinstance(value, Tensor):
         # numpy knows no bfloat16; every one of them is a float32.
         return [(name, value.float() if value.dtype == torch.bfloat16 else value)]

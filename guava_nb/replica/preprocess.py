@@ -75,6 +75,7 @@ def place(batch: Any, device: torch.device, double: bool = False) -> Any:
 
 
 def _dtype(value: Tensor, double: bool) -> torch.dtype:
+    """Return the dtype of a value of any shape on the device: `double` makes real and complex numbers wide."""
     if double and value.is_complex():
         return torch.complex128
     return torch.float64 if double and value.is_floating_point() else value.dtype

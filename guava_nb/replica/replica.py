@@ -346,7 +346,7 @@ class Replica(BaseReplica):
             yield bucket.index, pack_present([True] * len(parameters)), flat
 
     def buffer_changes(self) -> tuple[bytes, Tensor] | None:
-        """Return what the last step changed of the buffers if hooks of the optimizer changed some, which runs here only."""
+        """Return what the last step changed of the buffers, `[numel]`, if hooks of the optimizer, which runs here only, did."""
         return self._buffers.last_changes() if self._buffers.has_followed else None
 
     def restore(self) -> None:

@@ -145,7 +145,7 @@ def _nll(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
 
 
 def _fits(outputs: Tensor, targets: Tensor) -> tuple[bool, bool]:
-    """Whether classes can be on axis 1, and on the last axis where that is another one."""
+    """Whether classes can be on axis 1, `[N, C, ...]`, and on the last axis, `[N, ..., C]`, where that is another one."""
     shape, wanted = outputs.shape, targets.shape
     if not outputs.shape[1] or not outputs.shape[-1]:
         return False, False
@@ -153,7 +153,7 @@ def _fits(outputs: Tensor, targets: Tensor) -> tuple[bool, bool]:
 
 
 def _misfit(outputs: Tensor, targets: Tensor) -> str:
-    """Say how outputs and targets do not fit."""
+    """Say how outputs, `[N, C, ...]` or `[N, ..., C]`, and targets, `[N, ...]`, do not fit."""
     if targets.numel() * outputs.shape[-1] == outputs.numel():
         way = "one of them is flattened: flatten both or neither"
     else:

@@ -66,6 +66,7 @@ def _is_function(value: Any) -> bool:
 
 
 def _plain_tensor(tensor: Tensor, memo: _Memo) -> Tensor:
+    """Return a copy on the CPU, of the same shape; views of the same elements share one."""
     tensor = tensor.detach()
     key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
     if tensor.numel() == 0 or key not in memo:

@@ -43,9 +43,8 @@ def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: flo
         return state
     if replica_set.gone_on_in:
         raise WorkerLost(
-            f"{replica_set.gone_on_in} went on from the state after {replica_set.nth(replica_set.step)} of "
-            f"{replica_set.run_id} before that was copied here, so it is gone: ask for the model "
-            f"of {replica_set.gone_on_in}"
+            f"the state after {replica_set.nth(replica_set.step)} of {replica_set.run_id} is gone: {replica_set.gone_on_in} "
+            f"trained it further before it was copied here. Ask for the model of {replica_set.gone_on_in}"
         )
     job = _Fetching(cluster)
     replica_set.attach(job)

@@ -128,16 +128,15 @@ class BudgetGate:
             return True
         self._members.leave_out(ranks)
         names = " and ".join(self._members.cluster.name(rank) for rank in ranks)
-        self._tell(f"{names} came too late for this run: its state has no room in what is left of the budget")
+        self._tell(f"{names} can take no part in this run: its state does not fit into what is left of the budget")
         return False
 
     def affords_state(self, name: str) -> bool:
         """Whether the state may come here for a snapshot or a checkpoint; that of the end is in reserve anyway."""
         if self._budget is None or self._has_room(self._budget.costs.state):
             return True
-        self._tell(
-            f"no further {'snapshot' if name == 'snapshot' else 'checkpoint'}: what is left of the budget is for the last one"
-        )
+        what = "snapshot" if name == "snapshot" else "checkpoint"
+        self._tell(f"no further {what} is taken: the rest of the budget is kept for the last one")
         return False
 
     def affords_handover(self) -> bool:
@@ -158,8 +157,8 @@ class BudgetGate:
         if not self._has_room(self._budget.costs.state):
             left = self._budget.limit.limit_bytes - self._budget.used()
             raise CheckpointError(
-                f"the state takes {show_bytes(round(self._budget.costs.state))}, and of the {show_bytes(max(0, left))} that are "
-                "left of the budget the last checkpoint needs its part: wait for that one, or stop the run now with %guava_stop"
+                f"this checkpoint would take {show_bytes(round(self._budget.costs.state))} of the {show_bytes(max(0, left))} "
+                "that are left of the budget, and those are kept for the last one: wait for it, or stop the run: %guava_stop"
             )
 
     def afford_start_over(self) -> None:

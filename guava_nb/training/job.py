@@ -219,7 +219,7 @@ class TrainingJob(Job):
 
     def _refuse_calls(self) -> None:
         self._boundary.calls.refuse(
-            ClusterError("the run ended before this could be done between two of its steps: call it again now")
+            ClusterError("the run ended before it came to this call between two of its steps: call it again now")
         )
 
     def _execute(self) -> tuple[str, str]:
@@ -406,7 +406,7 @@ class TrainingJob(Job):
     def reading_note(self) -> str:
         """What a worker's error in the first steps may come of: how its batches are cut."""
         text = self.plan.reading_text
-        return f" (batches are read so: {text})" if text and len(self.run.history) < _FIRST_STEPS else ""
+        return f" (how batches are read: {text})" if text and len(self.run.history) < _FIRST_STEPS else ""
 
     # ---------------------------------------------------------------------------------------------- what happens to members
 

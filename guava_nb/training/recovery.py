@@ -266,10 +266,10 @@ class Recovery:
             what = "one to join" if needed == 1 else f"{needed} to join"
             self.run.move(
                 "waiting",
-                f"too few workers are left; waiting {self.plan.rejoin_timeout_s:g} s for {what}, and then the run goes on by "
-                f"itself from {self.boundary.snapshots.there.way_on()}: %guava_worker with the join code "
-                "elsewhere does it. To start one here while this cell is busy, or to see the code: interrupt, then %guava_up "
-                "--local 1 (--show-code), and train again",
+                f"too few workers are left. The run waits {self.plan.rejoin_timeout_s:g} s for {what}, and then goes on by "
+                f"itself from {self.boundary.snapshots.there.way_on()}: run %guava_worker with the join code elsewhere. To start "
+                "one here while this cell is busy, or to see the code: interrupt, then %guava_up --local 1 (--show-code), and "
+                "train again",
                 self.plan.rejoin_timeout_s,
             )
 
@@ -286,7 +286,7 @@ class Recovery:
     def _all_lost(self) -> WorkerLost:
         gone = "; ".join(f"{m.name}: {m.detail}" for m in self.membership.cluster.members() if not m.alive)
         least, few = self._replica_set.least, len(self.membership.fit)
-        who = f"{least} workers are needed, {few} left, and too few" if few else "all workers are gone and none"
+        who = f"{least} workers are needed, {few} are left, and too few" if few else "all workers are gone, and none"
         way_on = self.boundary.snapshots.there.way_on()
         here = self.accounting.snapshot.kept.loss or f"The state of {way_on} is here"
         return WorkerLost(

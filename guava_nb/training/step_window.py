@@ -133,7 +133,7 @@ class StepWindow:
             self._has_read = True
             self._job.pump(feeder.is_at_rest)
             if not self._plan.feed.reading.is_plain and not self._plan.split_fn and not self._plan.feed.gives_ids:
-                self._membership.cluster.notice(f"batches are read so: {self._plan.reading_text}")
+                self._membership.cluster.notice(f"how batches are read: {self._plan.reading_text}")
 
     def _measured(self, team: Sequence[int]) -> list[float]:
         """What part of a step each member gets: by the plan, or by its pace where that is to count and all are known."""

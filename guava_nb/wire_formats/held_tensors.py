@@ -33,7 +33,7 @@ class HeldTensors:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], moving: Collection[str]) -> None:
-        """Copy them."""
+        """Copy them, each of its own shape."""
         self.count = 0
         self._held: dict[str, Tensor] = {}
         self._same: dict[str, str] = {}  # name: the first name of the same tensor
@@ -121,7 +121,7 @@ class HeldTensors:
         self.count += 1
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the copy by all names, in the types of the tensors; where none is converted, it shares the memory held here."""
+        """Return the copy by all names, of the tensors' shapes and types; what is not converted shares the memory held here."""
         made = {name: held.to(self._dtypes[name]) for name, held in self._held.items()}
         return {name: made[first] for name, first in self._same.items()}
 

@@ -217,7 +217,7 @@ def _largest(section: Tensor, count: int) -> Tensor:
 
 
 def _largest_of(section: Tensor, count: int) -> Tensor:
-    """Return `_largest` of rows that are longer than `count`.
+    """Return `_largest` of rows, `[R, L]`, that are longer than `count`, as `[R, k]`.
 
     The largest ones are found in any order, which says how large the smallest of them is; only where others are as large does
     it matter which came first.

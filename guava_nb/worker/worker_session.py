@@ -297,7 +297,7 @@ class WorkerSession:
             except (LinkBroken, LinkTimeout) as last:
                 if time.monotonic() > until:
                     raise LinkTimeout(
-                        f"{address} was away for more than {wait_s:g} s and is not waited for any longer (last try: {last})"
+                        f"{address} was away for more than {wait_s:g} s, and this worker waits no longer (last try: {last})"
                     ) from last
                 time.sleep(pauses.next_s(time.monotonic()))
                 continue

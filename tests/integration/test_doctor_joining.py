@@ -249,7 +249,7 @@ def test_a_line_that_breaks_or_is_busy_is_no_failure(monkeypatch: pytest.MonkeyP
             for _ in range(measure._MAX_VISITORS):
                 seats.enter_context(made.listener._measuring.seat())
             checks = check_join(code.encode())
-            assert checks[-1].status == "warning" and "others measure this line already" in checks[-1].detail
+            assert checks[-1].status == "warning" and "other workers are measuring their lines" in checks[-1].detail
             with pytest.raises(JoinRefused):
                 measure_line(code)
         eventually(lambda: check_join(code.encode())[-1].status == "ok")

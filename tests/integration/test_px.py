@@ -141,7 +141,10 @@ def _files_and_a_run(kernel: Kernel, helper: Path) -> None:
     assert "local-1: 1 new." in shown and "joins later gets them too" in shown
     # A cell that cannot run elsewhere blocks what uses it, and nothing else; files go where the line says.
     unused = "%%guava_share --name half\ndef half(outputs, targets):\n    return slow_loss(outputs, targets) * scale"
-    assert "What uses it cannot train yet: name 'scale' is used in cell 'half' (line 2)" in kernel.run(unused)
+    assert (
+        "A model or a loss that uses it cannot be trained yet: name 'scale' is used in cell 'half' (line 2)"
+        in kernel.run(unused)
+    )
     folder = helper.parent / "kept"
     kernel.run(f"{TRAIN} --epochs 1 --save-every 4 --checkpoint-dir {folder} --log csv")
     assert sorted(path.suffix for path in folder.iterdir()) == [".csv", ".csv", ".pt", ".pt"]

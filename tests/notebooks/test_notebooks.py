@@ -15,6 +15,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from guava_nb.cli.main import build_parser
 from guava_nb.notebook.commands import COMMANDS
+from tests.support import lessons
 from tests.support.lessons import (
     FOLDER,
     MOST_BYTES,
@@ -69,6 +70,21 @@ def test_it_becomes_a_page(path: Path) -> None:
 
     page, _ = HTMLExporter().from_filename(str(path))
     assert notebook_at(path).cells[0].source.splitlines()[0].lstrip("# ") in page
+
+
+def test_a_lesson_whose_kernel_was_ended_is_not_stored_and_says_by_whom_it_may_be(monkeypatch: Any) -> None:
+    """Nbclient ends the kernel where its own process is interrupted, and says "Kernel died" of it."""
+    from nbclient.exceptions import DeadKernelError
+
+    class Ended:
+        def execute(self, env: dict[str, str]) -> None:
+            raise DeadKernelError("Kernel died")
+
+    monkeypatch.setattr(lessons, "_watched_client", lambda notebook: Ended())
+    before = NOTEBOOKS[0].read_bytes()
+    with pytest.raises(SystemExit, match="is not stored: its kernel ended after .* the end of a `timeout` around it"):
+        lessons.store(NOTEBOOKS[0])
+    assert NOTEBOOKS[0].read_bytes() == before
 
 
 def run_notebook(path: Path, tmp_path: Path, compare: str = "--nbval-lax", **more: str) -> None:

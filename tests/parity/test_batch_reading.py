@@ -178,6 +178,6 @@ def test_the_reading_is_told_and_an_error_of_the_first_steps_has_it(cluster: Clu
     record = run_spec("linear", "attribute_step")  # of a dict, which has no attribute
     job = train(cluster, 2, record, frames(programs.with_anchors))
     told = "cut: x [8, 5], y [8]; whole to every worker: anchors [7, 5]"
-    with pytest.raises(Exception, match=r"no attribute 'x'.*batches are read so: cut: x \[8, 5\], y \[8\]; whole"):
+    with pytest.raises(Exception, match=r"no attribute 'x'.*how batches are read: cut: x \[8, 5\], y \[8\]; whole"):
         job.run.result()
     assert job.run.status().batch == job.run.report()["batch"] == told

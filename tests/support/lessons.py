@@ -3,7 +3,8 @@
     python -m tests.support.lessons [NAME ...]    # all, or those whose names begin so: 00 08
 
 To be run again when a lesson, or what a panel shows, has changed. What depends on this machine (paths, its name) is taken out,
-and a cell's output is marked for nbval to leave alone, unless the cell's tags say nbval-check-output.
+and a cell's output is marked for nbval to leave alone, unless the cell's tags say nbval-check-output. A lesson takes half
+a minute to two minutes on two idle cores, and up to ten where other programs use them: let a `timeout` around this be as long.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,7 @@ def _without_names(text: str) -> str:
 def store(path: Path) -> None:
     """Run a lesson as its reader would, and write it with its outputs."""
     import nbformat
+    from nbclient.exceptions import DeadKernelError
 
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory(prefix="lesson-") as folder, contextlib.ExitStack() as stack:
@@ -112,8 +115,15 @@ def store(path: Path) -> None:
         environment |= {"TMPDIR": folder, "XDG_STATE_HOME": folder, "IPYTHONDIR": folder}
         if path.stem == WORKER:
             environment["GUAVA_JOIN_CODE"] = stack.enter_context(other_side(epochs=300, rows=640))
-        client = _watched_client(notebook)
-        client.execute(env={name: value for name, value in environment.items() if name != "CI"})
+        client, since = _watched_client(notebook), time.monotonic()
+        try:
+            client.execute(env={name: value for name, value in environment.items() if name != "CI"})
+        except DeadKernelError as error:
+            # nbclient takes SIGTERM and SIGINT of this process as the order to end the kernel, and then says that it died.
+            raise SystemExit(
+                f"{path.name} is not stored: its kernel ended after {time.monotonic() - since:.0f} s. That is also what an "
+                "interrupt of this program, or the end of a `timeout` around it, comes to"
+            ) from error
         replaced = {f"{folder}/": "", folder: ".", f"{ROOT}/": "", str(ROOT): "."}
     for cell in notebook.cells:
         if cell.cell_type == "code":

@@ -81,7 +81,7 @@ class LaunchedWorkers:
         cluster, until = self._open_cluster(), time.monotonic() + limit_s
         while (here := len(cluster.roster.ready())) < count and time.monotonic() < until:
             if self._launches is not None and (why := self._launches.failure()):
-                raise ConfigError(f"no worker is coming: {why}")
+                raise ConfigError(f"all workers that were started elsewhere have ended before they joined: {why}")
             with suppress(GuavaError):
                 cluster.wait_for(count, min(1.0, max(0.0, until - time.monotonic())), None)
         return here

@@ -137,7 +137,7 @@ class CodeOnWorkers:
         """
         for name in values:
             if not name.isidentifier():
-                raise ConfigError(f"{name!r} is no name that a value can have")
+                raise ConfigError(f"{name!r} is no name that a value can have; give one of letters, digits and _")
         return list(self._run("", values, (), on, "push", on_output))
 
     def pull(

@@ -145,7 +145,10 @@ class Background:
             ClusterError: the session was closed.
         """
         if self._connection is None:
-            raise ClusterError("the background session of this run is closed, and its runs with it")
+            raise ClusterError(
+                "the background session of this run is closed, and its runs with it; what was saved of them is in their files "
+                "(%guava_resume FILE)"
+            )
         return self._connection
 
     def magic(self, magics: Any, name: str, args: argparse.Namespace, cell: str | None) -> Any:
@@ -290,12 +293,16 @@ def _start(path: Path, idle_limit_s: float) -> Record:
     deadline = time.monotonic() + _START_S
     while (record := Record.read(path)) is None:
         if process.poll() is not None or time.monotonic() > deadline:
-            how = f"ended with status {process.returncode}" if process.returncode is not None else "does not serve"
+            how = (
+                f"ended with status {process.returncode}"
+                if process.returncode is not None
+                else f"did not answer within {_START_S:g} s"
+            )
             process.kill()
             process.wait()
             last = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
             raise ClusterError(
-                f"the background session {how} after it was started; all it wrote lies in {log}:\n{last}"
+                f"the background session {how} after it was started, so none is open; all that it wrote lies in {log}:\n{last}"
             )
         time.sleep(0.05)
     process.returncode = 0  # it is left alone: this kernel does not wait for it when it ends

@@ -201,7 +201,10 @@ class _Request:
 
     def _wait_for_others(self, waited_s: float) -> None:
         if self._patience_s is not None and waited_s > self._patience_s:
-            raise Busy(f"the background session was busy with another cell for {self._patience_s:g} s")
+            raise Busy(
+                f"the background session was busy with another cell for {self._patience_s:g} s, so nothing of this one was done "
+                "there: run it again when that cell is done (%guava_status shows what runs)"
+            )
         if waited_s > _BUSY_S and not self._said_busy and self._patience_s is None:
             self._said_busy = True
             say(
@@ -210,7 +213,9 @@ class _Request:
 
     def _interrupt(self) -> None:
         if not self._began:
-            raise Interrupted("this cell waited for the background session, and nothing of it was done there")
+            raise Interrupted(
+                "this cell was interrupted while it waited for the background session: nothing of it was done there"
+            )
         if os.name == "nt":  # where the signal would end the process
             say("An interrupt does not reach another process on Windows: %guava_stop in the next cell stops a run.")
             return

@@ -173,7 +173,7 @@ def _program(words: Sequence[str], cell: str | None, number: int) -> tuple[str, 
         return path.read_text(encoding="utf-8"), path.name, words[1:]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"%guava_run {words[0]}: {getattr(error, 'strerror', None) or 'this is no text file'}"
+            f"%guava_run {words[0]}: {getattr(error, 'strerror', None) or 'it is no text file; name a Python program'}"
         ) from None
 
 

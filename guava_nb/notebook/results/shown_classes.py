@@ -29,8 +29,8 @@ def check_can_show(loader: Any) -> None:
     dataset = getattr(loader, "dataset", None)
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UsageError(
-            "--show looks samples up in the data set by their index, and this data has none: give a DataLoader over a data set "
-            "with __getitem__ and __len__, or leave --show out"
+            "--show looks up each sample in the data set by its index, and this data has no indices: give a DataLoader over a "
+            "data set with __getitem__ and __len__, or leave --show out"
         )
 
 
@@ -44,7 +44,10 @@ def show_classes(loader: Any, found: Any, ui: str) -> None:
     known = np.flatnonzero(np.asarray(found["sample_ids"]) >= 0)
     chosen = known[:: max(1, -(-len(known) // _MOST_SAMPLES))]
     if not len(chosen):
-        raise UsageError("--show: it is not known which sample each row is of, so there is nothing to compare with")
+        raise UsageError(
+            "--show compares predictions with the classes of their samples, and of no row is it known which sample it is: give a "
+            "DataLoader over a data set with indices, or leave --show out. The results themselves are complete"
+        )
     samples = [loader.dataset[int(found["sample_ids"][row])] for row in chosen]
     targets, predicted = [_class_of(sample) for sample in samples], [int(best[row]) for row in chosen]
     count = 1 + max(*targets, *predicted)
@@ -75,8 +78,8 @@ def _class_of(sample: Any) -> int:
         if target.size == 1 and (number := int(target.reshape(()))) == float(target.reshape(())) and number >= 0:
             return number
     raise UsageError(
-        "--show compares with classes: samples of (input, class), the class a number from 0 on; these are others. The "
-        "results themselves are complete: leave --show out"
+        "--show needs samples of the form (input, class), with the class as a whole number from 0 on, and the samples of this "
+        "data set are others: leave --show out. The results themselves are complete"
     )
 
 

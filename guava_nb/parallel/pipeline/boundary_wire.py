@@ -51,6 +51,7 @@ def _applied(function: type[torch.autograd.Function], *given: Any) -> Tensor:
 
 
 def _encoded(flat: Tensor, wire: WireFormat, length: int) -> Tensor:
+    """Return the message of `[numel]` as float32, `[length]`; the bytes behind its end are 0."""
     message = wire.encode_tensor(flat)
     raw = torch.zeros(length * _WORD_BYTES, dtype=torch.uint8, device=flat.device)
     raw[: message.numel()] = message
@@ -58,11 +59,14 @@ def _encoded(flat: Tensor, wire: WireFormat, length: int) -> Tensor:
 
 
 def _decoded(words: Tensor, wire: WireFormat, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return the values `[numel]` of a message, `[length]` float32."""
     raw = words.detach().contiguous().view(torch.uint8)[: wire.encoded_bytes(numel)]
     return wire.decode_tensor(raw, numel, dtype).to(dtype)
 
 
 class _Sent(torch.autograd.Function):
+    """See `to_words`; the gradient comes as a message, `[length]`, and becomes `[numel]`."""
+
     @staticmethod
     def forward(ctx: Any, flat: Tensor, wire: WireFormat, length: int) -> Tensor:
         ctx.form = (wire, flat.numel(), flat.dtype)
@@ -74,6 +78,8 @@ class _Sent(torch.autograd.Function):
 
 
 class _Received(torch.autograd.Function):
+    """See `from_words`; the gradient `[numel]` goes back as a message, `[length]`."""
+
     @staticmethod
     def forward(ctx: Any, words: Tensor, wire: WireFormat, numel: int, dtype: torch.dtype) -> Tensor:
         ctx.form = (wire, words.numel())

@@ -106,7 +106,7 @@ class ForwardOnly:
         return dist.get_global_rank(self._group, stage % self._ranks)
 
     def _send(self, boundary: Boundary, tensors: Sequence[Tensor], stage: int) -> None:
-        """Send a record and its tensors to the rank with that stage; sends are waited for at the end of `run`."""
+        """Send a record and its tensors, of the shapes that it names, to the rank with that stage; `run` waits at its end."""
         record = encode(boundary)
         data = len(record).to_bytes(8, "little") + record
         self._post(_bytes_tensor(data[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0")), stage)

@@ -87,7 +87,7 @@ class TiedParameters:
                 gradient.copy_(total)
 
     def _sum(self, tensor: Tensor, ranks: Sequence[int]) -> None:
-        """Add up a contiguous tensor in place over the ranks that hold a parameter."""
+        """Add up a contiguous tensor, of the same shape on each, in place over the ranks that hold a parameter."""
         if len(ranks) == self._group.size():
             dist.all_reduce(tensor, group=self._group)
             return

@@ -68,7 +68,7 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """Return each copy's gradient; autograd fills in zeros where there is none."""
+        """Return each copy's gradient, of its shape; autograd fills in zeros where there is none."""
         return tuple(gradient.contiguous() for gradient in gradients)
 
 
@@ -83,7 +83,7 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradient as it is for the tensor, and zeros for the others."""
+        """Return the gradient as it is for the tensor, and zeros of their shapes for the others."""
         return (gradient, *(torch.zeros_like(other) for other in ctx.saved_tensors))
 
 

@@ -152,7 +152,7 @@ def take_apart(value: Any, gradient: bool) -> tuple[Boundary, list[Tensor]]:
 
 
 def _tree(value: Any, tensors: list[Tensor]) -> list[Any]:
-    """Return the nested lists of a record, each with its kind first; tensors are added to `tensors`, in order."""
+    """Return the nested lists of a record, each with its kind first; tensors, of any shape, are added to `tensors`, in order."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return ["tensor"]
@@ -181,14 +181,14 @@ def put_together(boundary: Boundary, tensors: Sequence[Tensor], device: torch.de
 
     Args:
         boundary: the record.
-        tensors: in its order.
+        tensors: in its order, each of the shape that the record names.
         device: of this stage: the tensors are moved there.
     """
     return _value(boundary.tree, iter(tensors), device)
 
 
 def _value(tree: Any, tensors: Iterator[Tensor], device: torch.device) -> Any:
-    """Return the value of nested lists; takes the tensors in order, each moved to the device."""
+    """Return the value of nested lists; takes the tensors in order, each of any shape and moved to the device."""
     match tree:
         case ["tensor"]:
             return next(tensors)

@@ -38,7 +38,7 @@ class _SumOverGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the sum of all ranks' gradients."""
+        """Return the sum of all ranks' gradients, of the tensor's shape."""
         total = gradient.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None

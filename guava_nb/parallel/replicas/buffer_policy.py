@@ -145,7 +145,7 @@ def taken(before: Tensor, change: Tensor) -> Tensor:
 
 
 def _nearly_nothing(change: Tensor) -> float:
-    """Return the number of the change's dtype that stands for "became 0"."""
+    """Return the number of the dtype of a change, of any shape, that stands for "became 0"."""
     return torch.finfo(change.dtype).tiny * _MANY
 
 

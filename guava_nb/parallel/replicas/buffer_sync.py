@@ -72,7 +72,7 @@ class BufferSync:
         self._before = [self._live(i).detach().clone() for i in range(len(self._owners))]
 
     def _live(self, index: int) -> Tensor:
-        """Return the tensor that stands there now, not a copy."""
+        """Return the tensor that stands there now, of any shape, not a copy."""
         module, key = self._owners[index]
         tensor = module._buffers.get(key, module._parameters.get(key))
         assert tensor is not None
@@ -188,6 +188,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor of any shape holds whole numbers or truth values."""
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 

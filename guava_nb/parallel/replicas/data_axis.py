@@ -67,7 +67,7 @@ class DataAxis:
             self.sharded.units.begin("training")
 
     def end_forward(self, loss: Tensor) -> Tensor:
-        """A forward of training is over; returns the loss to go backward from."""
+        """A forward of training is over; returns the loss, a scalar, to go backward from."""
         self.end_gathers(loss.device)
         return self.sharded.units.end_forward(loss) if self.sharded else loss
 

@@ -299,6 +299,7 @@ class SharedUnits:
 
 
 def _mark(token: Tensor, call: Callable[[], None] | None = None) -> Tensor:
+    """Return a scalar `[]` that stands in the graph; `token` is one, too."""
     marked: Tensor = _Mark.apply(token, call)  # type: ignore[no-untyped-call]
     return marked
 

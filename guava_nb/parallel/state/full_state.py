@@ -78,7 +78,7 @@ class FullOrder:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what of a tensor lies on this rank, without its graph: of a DTensor its shard, which shares its memory."""
+    """Return what of a tensor lies on this rank, without its graph: of a DTensor its shard `[n, ...]`, sharing its memory."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():  # then it gives what it holds; to detach a DTensor takes forty times as long
@@ -248,7 +248,10 @@ def load_tensor(name: str, into: Tensor, full: Tensor, layout: Layout) -> None:
         CheckpointError: the full tensor has another shape than the model's.
     """
     if tuple(full.shape) != layout.full:
-        raise CheckpointError(f"{name!r} has shape {tuple(full.shape)} in the state, {layout.full} in the model")
+        raise CheckpointError(
+            f"{name!r} has shape {tuple(full.shape)} in the state, and {layout.full} in the model: it is the state of another "
+            "model"
+        )
     local = local_part(into)
     for box in layout.boxes:
         box.of_local(local).copy_(box.of_full(full))
@@ -270,7 +273,10 @@ def load_optimizer(
     saved = [len(group["params"]) for group in full["param_groups"]]
     mine = [len(group) for group in order.groups]
     if saved != mine:
-        raise CheckpointError(f"the optimizer's state has groups of {saved} parameters, this model's has {mine}")
+        raise CheckpointError(
+            f"the optimizer's state has groups of {saved} parameters, and this run's optimizer has {mine}: it is the state of "
+            "another optimizer or model"
+        )
     numbers = order.numbers()
     state, groups, at = {}, [], 0
     for group, member in zip(optimizer.param_groups, members, strict=True):

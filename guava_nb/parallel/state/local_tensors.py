@@ -32,7 +32,7 @@ def full_names_of(model: nn.Module) -> dict[str, str]:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, tied ones under each of their names."""
+    """Return parameters and buffers, each of its local shape, by name, tied ones under each of their names."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
 
@@ -152,6 +152,7 @@ def layouts_in(module: nn.Module, axes: MeshAxes) -> dict[str, Layout]:
 
 
 def _layout(tensor: Tensor, known: Layout | None, axes: MeshAxes) -> Layout:
+    """Return where a tensor lies in the full one; of a DTensor `[N, ...]` this rank has the rows of its replica."""
     layout = known or Layout.whole(tensor.shape)
     if isinstance(tensor, DTensor):
         start, end = chunk_bounds(tensor.shape[0], axes.sizes.data, axes.dp)

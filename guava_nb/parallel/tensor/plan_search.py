@@ -88,6 +88,7 @@ def _value(value: Any) -> Hashable:
 
 
 def _digest(tensor: Tensor) -> str:
+    """Return the SHA-256 of a tensor of any shape, "" of one without elements."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest() if flat.numel() else ""
 

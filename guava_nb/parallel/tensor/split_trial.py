@@ -75,7 +75,7 @@ class _ThreadRanks:
         return self._meet(tensor)
 
     def _meet(self, tensor: Tensor) -> list[Tensor]:
-        """Wait for all threads, and return every thread's tensor, without its graph, in rank order."""
+        """Wait for all threads, and return what every thread gave, of its shape and without its graph, in rank order."""
         self.meeting.slots[self.rank] = tensor.detach()
         self.meeting.barrier.wait()
         of_all = list(self.meeting.slots)
@@ -148,7 +148,7 @@ def try_split(module: nn.Module, width: int, ranks: int, split: Split) -> SplitT
 
 
 def _tell(story: _Story, module: nn.Module, given: Tensor, count: int) -> None:
-    """Run a module on `given * scale` for every try, one after the other; what is raised becomes the story's problem."""
+    """Run a module on `given * scale`, `[..., F]`, for every try in turn; what is raised becomes the story's problem."""
     try:
         with unheard():
             for training, scale in _TRIES:
@@ -258,7 +258,7 @@ def _compare(whole: _Story, stories: list[_Story]) -> SplitTrial:
 def _gradient(
     name: str, whole: _Run, runs: list[_Run], cuts: Sequence[Callable[[str, Tensor], Tensor]]
 ) -> tuple[bool, bool]:
-    """Return whether every rank has the true gradient of its part; and whether the ranks' gradients add up to it."""
+    """Return whether every rank has the true gradient, of its part's shape, and whether the ranks' gradients add up to it."""
     wanted = whole.gradients[name]
     parts = [run.gradients[name] for run in runs]
     have = [part for part in parts if part is not None]

@@ -50,7 +50,7 @@ def _state(device: torch.device) -> Tensor:
 
 
 def _restore(device: torch.device, state: Tensor) -> None:
-    """Put a state of `_state` back."""
+    """Put a state of `_state`, `[bytes]`, back."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:

@@ -39,7 +39,7 @@ class SplitLogits(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, lengths: Sequence[int], ranks: Ranks) -> SplitLogits:
-        """Wrap a part; the graph stays with it."""
+        """Wrap a part, `[..., v]`; the graph stays with it."""
         shape = (*local.shape[:-1], sum(lengths))
         made: SplitLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         made.local, made.lengths, made.ranks, made._whole = local, tuple(lengths), ranks, None

@@ -89,7 +89,7 @@ class WithoutRandomness(TorchFunctionMode):
         return result
 
     def _fill(self, func: Callable[..., Any], result: Tensor, constant: float) -> None:
-        """Note what was drawn, and put a constant into all of the result, in place."""
+        """Note what was drawn, and put a constant into all of the result, of any shape, in place."""
         self.drawn.add(func.__name__.strip("_"))
         with torch.no_grad():
             result.fill_(constant)
@@ -115,7 +115,7 @@ def _rrelu_trains(
 
 
 def _softmax(logits: Tensor, tau: float = 1.0, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Tensor:
-    """What `gumbel_softmax` is without noise."""
+    """What `gumbel_softmax` is without noise, of the shape of the logits."""
     soft = (logits / tau).softmax(dim)
     if not hard:
         return soft

@@ -155,7 +155,7 @@ class _InPlace(TorchFunctionMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory, 0 where it has none of its own."""
+    """Return the address of the memory of a tensor of any shape, 0 where it has none of its own."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -163,20 +163,24 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _norm(tensor: Tensor) -> Tensor:
+    """Return the norm of a tensor of any shape, a scalar `[]` on its device."""
     wide = torch.float32 if tensor.dtype.itemsize < 4 else None  # halves have too few digits for a sum
     found: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
     return found.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
 def _rounding(tensor: Tensor) -> float:
+    """Return how far rounding moves a norm, relative to it; the tensor has any shape."""
     return _ROUNDING_STEPS * torch.finfo(tensor.dtype).eps
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
+    """Return what tells whether a tensor of any shape was written in place or got other memory."""
     return tensor._version, tensor.data_ptr()
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits, read as whole numbers, a scalar `[]`."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.contiguous().view(_INTEGERS[tensor.itemsize]).sum()

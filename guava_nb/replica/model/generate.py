@@ -137,6 +137,7 @@ class _Streamer:
         self._tell, self._has_begun = tell, False
 
     def put(self, tokens: Tensor) -> None:
+        """Take the next tokens, `[]` or `[1]`; the first call has the prompt, `[1, T]`."""
         for token in tokens.flatten().tolist() if self._has_begun else ():
             self._tell(token)
         self._has_begun = True

@@ -102,7 +102,7 @@ class GradientHooks:
         """Run from now on on a rank's part of the model.
 
         Args:
-            named: its parameters by full name. Of those of which it has a part, hooks that only look are not called.
+            named: its parameters, of local shapes, by full name. For those that are cut, hooks that only look are not called.
             clips: gradients are clipped by their norm, which a group knows before hooks run.
 
         Raises:
@@ -177,12 +177,13 @@ def _hooks_on(model: nn.Module) -> dict[str, list[int]]:
 
 
 def _drawn(one: _Hooked, size: float, seed: int = 0) -> Tensor:
+    """Return a random gradient of a parameter's shape."""
     shape, dtype = one.parameter.shape, one.parameter.dtype
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     return size * drawn.to(one.parameter.device)
 
 
 def _give(parameter: Tensor, before: dict[int, Any], after: dict[int, Any]) -> None:
-    """Set torch's tables of hooks; an empty one, since None takes no post-accumulate hook off."""
+    """Set torch's tables of hooks of a parameter of any shape; an empty one, since None takes no post-accumulate hook off."""
     parameter._backward_hooks = before
     parameter._post_accumulate_grad_hooks = after

@@ -74,7 +74,7 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(name for name in self._named if name in self._saved or name in self._moved)
 
     def values(self) -> dict[str, Tensor]:
-        """Return copies of what `names` hold."""
+        """Return copies of what `names` hold, each of its parameter's shape."""
         return {name: self._named[name].detach().clone() for name in self.names}
 
     def restore(self) -> None:
@@ -86,6 +86,7 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _written_by(func: Callable[..., Any], args: Sequence[Any], words: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Give the tensors, of any shape, that a call of an operator writes, by the operator's schema."""
     for place, argument in enumerate(func._schema.arguments):  # type: ignore[attr-defined]
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else words.get(argument.name)

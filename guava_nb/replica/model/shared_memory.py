@@ -38,6 +38,7 @@ def overlaps(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two strided tensors of any shapes have memory in common."""
     (begin, end), (other_begin, other_end) = _reach(a), _reach(b)
     if end <= other_begin or other_end <= begin or a.dtype != b.dtype:
         return end > other_begin and other_end > begin
@@ -50,7 +51,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _reach(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte, and of the first one behind the last."""
+    """Return the addresses of a strided tensor's first byte, whatever its shape, and of the first one behind the last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 

@@ -121,6 +121,7 @@ def _told(what: str, ours: str, theirs: str) -> str:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one shape, one dtype and the same elements, NaN beside NaN too."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a, b.to(a.device)) or bool(

@@ -72,17 +72,19 @@ def differ(a: Measured, b: Measured) -> bool:
 
 
 def _norm(value: Tensor) -> float:
+    """Return the norm over all elements of a tensor of any shape."""
     return float(torch.linalg.vector_norm(value.reshape(-1)))
 
 
 def _distance(a: Tensor | None, b: Tensor | None) -> float:
+    """Return the norm of the difference of two tensors of one shape; a missing one counts as zeros."""
     if a is not None and b is not None:
         return _norm(a - b)
     return sum(_norm(one) for one in (a, b) if one is not None)
 
 
 def is_unlike(a: Tensor, b: Tensor | None) -> bool:
-    """Whether two tensors differ by more than rounding in their precision."""
+    """Whether two tensors differ in shape, or by more than rounding in their precision."""
     if b is None or a.shape != b.shape:
         return True
     if not (a.is_floating_point() or a.is_complex()):

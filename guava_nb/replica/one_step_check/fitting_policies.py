@@ -47,6 +47,13 @@ def unlike_buffers(
 def _fitting(
     names: Iterable[str], whole: Mapping[str, Tensor], cut: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, str]:
+    """Return the first policy that gives a buffer the value `whole`, of its shape, by the buffer's name.
+
+    Args:
+        names: of the buffers.
+        whole: their values after the whole batch.
+        cut: by policy, their values after the pieces.
+    """
     found: dict[str, str] = {}
     for name in names:
         fits = {policy for policy, after in cut.items() if not is_unlike(whole[name], after.get(name))}

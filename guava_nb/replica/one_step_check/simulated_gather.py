@@ -35,7 +35,7 @@ class SimulatedGather:
             self.whole = []
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the rows of the whole batch for those of a piece."""
+        """Return the rows of the whole batch, `[B, ...]`, for those of a piece, `[b, ...]`."""
         if self._is_whole:
             self.whole.append(tensor.detach().clone())
             return tensor

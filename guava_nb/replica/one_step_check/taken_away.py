@@ -19,7 +19,7 @@ def fixed_statistics(norms: Sequence[_BatchNorm], some: Tensor) -> Iterator[bool
 
     Args:
         norms: those that use a batch's.
-        some: a tensor of their device and dtype.
+        some: a tensor of any shape, of their device and dtype.
     """
     before = [(norm.training, norm.running_mean, norm.running_var) for norm in norms]
     for norm in norms:

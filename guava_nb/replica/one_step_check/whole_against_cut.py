@@ -353,7 +353,7 @@ class _Trial(Replica):
         self.unruly.update(name for name in moved if not isinstance(streams[name], torch.Generator))
 
     def _move_gradients(self, gradients: dict[str, Tensor]) -> None:
-        """Add the parameters' gradients to these, and leave none there."""
+        """Add the parameters' gradients to these, each of its parameter's shape, and leave none there."""
         for name, parameter in self._named.items():
             if parameter.grad is not None:
                 mine = parameter.grad.to_dense() if parameter.grad.layout is not torch.strided else parameter.grad

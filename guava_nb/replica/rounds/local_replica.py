@@ -172,7 +172,7 @@ class LocalReplica(Replica):
         """Return the weights with which a round begins, and have them in the model: the common ones less what was kept back here.
 
         Args:
-            common: the committed weights, by name; returned as they are where nothing was kept back.
+            common: the committed weights, of their shapes, by name; returned as they are where nothing was kept back.
         """
         rests = {bucket: self.wire.rest(bucket.index) for bucket in self.layout.buckets if self._method.keeps_rest}
         if not any(rest is not None for rest in rests.values()):
@@ -229,7 +229,7 @@ class LocalReplica(Replica):
         Args:
             work: the round's shard.
             early: the first steps, where they were taken already.
-            begun: the weights with which the round begins, by name.
+            begun: the weights with which the round begins, of their shapes, by name.
             saved: the committed buffers.
 
         Returns:
@@ -333,7 +333,7 @@ class LocalReplica(Replica):
         return [one for one in (self.optimizer, self.scheduler) if one is not None]
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return copies of the parameters, by name."""
+        """Return copies of the parameters, each of its shape, by name."""
         return {name: parameter.detach().clone() for name, parameter in self._named.items()}
 
     def _held_inner(self) -> list[dict[str, Any]]:
@@ -360,7 +360,7 @@ class LocalReplica(Replica):
             vars(one).update(kept)
 
     def _go_back(self, weights: Mapping[str, Tensor], saved: list[Tensor], start: Sequence[dict[str, Any]]) -> None:
-        """Put weights, buffers, optimizer and schedule back to the round's start."""
+        """Put weights and buffers, of their shapes, optimizer and schedule back to the round's start."""
         self._put_inner(start)
         with torch.no_grad():
             for name, value in weights.items():

@@ -68,7 +68,7 @@ def _check_records(file: IO[bytes]) -> int:
     file_bytes = file.seek(0, 2)
     file.seek(max(0, file_bytes - _END_BYTES))
     if file.read(4) != b"PK\x05\x06":
-        raise ArchiveError("something follows its end")
+        raise ArchiveError("it is cut off, or further bytes follow its end")
     with zipfile.ZipFile(file) as archive:
         records: dict[str, zipfile.ZipInfo] = {}
         for info in archive.infolist():
@@ -98,7 +98,7 @@ def _check_content(content: Any, most: int, most_bytes: int) -> None:
         value, depth = left.pop()
         most -= 1
         if most < 0 or depth > _MOST_DEPTH:
-            raise ArchiveError("its content is many times in itself")
+            raise ArchiveError("its content contains itself, or has more parts than its bytes can describe")
         if isinstance(value, Tensor) and id(value) not in seen:
             seen.add(id(value))
             most_bytes -= value.numel() * value.element_size()

@@ -72,7 +72,7 @@ def write_durably(path: Path, write: Callable[[Sink], None], needed_bytes: int, 
     """
     partial = path.with_name(f"{path.name[:50]}.{_machine()}-{os.getpid()}-{secrets.token_hex(4)}.partial")
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise NotWritten("a device is there, and no file")  # which an administrator would replace
+        raise NotWritten("a device has this name; name a file")  # which an administrator would replace
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path.parent)

@@ -83,5 +83,5 @@ def test_workers_that_have_all_ended_are_not_waited_for() -> None:
         one = session.launch_on("fake:3")
         assert isinstance(one, Fake)
         one.why = "the job is over"
-        with pytest.raises(ConfigError, match="no worker is coming: the job is over"):
+        with pytest.raises(ConfigError, match="ended before they joined: the job is over"):
             session.wait_for_launched(3, 60)

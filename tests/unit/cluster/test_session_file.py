@@ -163,7 +163,7 @@ def test_a_file_that_is_no_session_file_is_refused_and_stays_as_it_is(content: b
     path.write_bytes(content)
     path.chmod(0o600)
     with pytest.raises(
-        ConfigError, match="is no session file, so it is left as it is: name a file that is not there yet"
+        ConfigError, match="exists and is no session file, so it is left as it is: name a file that does not exist yet"
     ):
         SessionFile.take(path)
     assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
@@ -222,6 +222,6 @@ def test_a_file_that_others_may_have_made_or_seen_is_refused(
         monkeypatch.setattr(os, "getuid", lambda: one.stat().st_uid + 1)
         if suffix != ".json":
             file.path.unlink()
-    with pytest.raises(ConfigError, match=f"one{suffix} is there, and {why}"):
+    with pytest.raises(ConfigError, match=f"one{suffix} exists, and {why}"):
         SessionFile.take(tmp_path / "one.json")
     assert one.read_bytes() == before

@@ -33,5 +33,5 @@ def test_a_crowd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheel_desk, "_SEATS", 0)
     desk = WheelDesk()
     desk.offer(b"wheel")
-    with pytest.raises(RefusedJoin, match="others fetch the wheel already"):
+    with pytest.raises(RefusedJoin, match="other notebooks are fetching the wheel"):
         desk.serve(memory_pair()[0])

@@ -458,8 +458,8 @@ def test_detach_returns_at_once_and_stop_ends_it(notebook: Any) -> None:
         ("--model Net --loss L --data loader --model-args {width", "never closes"),
         ("--model Net --loss L --data {laoder}", "did you mean loader?"),
         ("--model Net --loss L --data loader --val-interval 3", "--val-interval needs --val"),
-        ("--model Net --loss L --data loader --out 3x", "not a name"),
-        ("--model Net --loss L --data loader -o class", "not a name"),
+        ("--model Net --loss L --data loader --out 3x", "cannot be called so"),
+        ("--model Net --loss L --data loader -o class", "cannot be called so"),
         ("--model Net --loss L --data loader extra", "one word too many"),
         ("--model Net --loss L --data loader --shares 0,0", "not a list of weights"),
         ("--model Net --loss L --data loader --fresh --resume a.pt", "contradict"),
@@ -590,7 +590,11 @@ def test_predict_shows_progress_and_a_table_and_keeps_the_results(notebook: Any,
     assert notebook.orchestrator.calls[-1][1] == {
         "loader": [1, 2, 3], "return_full_probabilities": True, "raw": True, "predict_step": "f",
     }  # fmt: skip
-    for words, said in (("--resume", "needs --path"), ("--into 3x", "not a name"), ("--top-k 0", "not 1 or more")):
+    for words, said in (
+        ("--resume", "needs --path"),
+        ("--into 3x", "cannot be called so"),
+        ("--top-k 0", "not 1 or more"),
+    ):
         shown = notebook.run(f"%guava_predict --data loader {words}")
         assert not shown.ok and len(shown.lines) == 1 and said in shown.text
 
@@ -903,7 +907,7 @@ def test_a_cell_magic_explains_itself_alone_in_its_cell(notebook: Any) -> None:
     shown = notebook.run("%%guava_share -h")
     assert shown.ok and shown.text.startswith("usage: %%guava_share")
     nothing = notebook.run("%%guava_share --name x\n\n")
-    assert not nothing.ok and len(nothing.lines) == 1 and "nothing to share here" in nothing.text
+    assert not nothing.ok and len(nothing.lines) == 1 and "has no cell to share" in nothing.text
 
 
 def test_what_a_magic_returns_is_html_on_a_page_and_one_line_of_text(notebook: Any) -> None:
@@ -946,7 +950,10 @@ def test_a_shared_cell_says_at_once_what_it_still_lacks(notebook: Any) -> None:
     notebook.run("scale = 2")
     shown = notebook.run("%%guava_share --name half\ndef half(x):\n    return x * scale\n")
     assert "Cell half is shared" in shown.text
-    assert "What uses it cannot train yet: name 'scale' is used in cell 'half' (line 2)" in shown.text
+    assert (
+        "A model or a loss that uses it cannot be trained yet: name 'scale' is used in cell 'half' (line 2)"
+        in shown.text
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- doctor

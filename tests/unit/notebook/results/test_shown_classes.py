@@ -48,7 +48,7 @@ def test_pages_get_a_picture_with_mistakes_first(monkeypatch: pytest.MonkeyPatch
     "samples", [[(0.0, 0.5)] * 6, [3.0] * 6, [(0.0, "cat")] * 6, [(0.0, np.zeros(3))] * 6, [{"x": 1}] * 6]
 )
 def test_what_is_no_class_is_told(samples: list[Any]) -> None:
-    with pytest.raises(UsageError, match="--show compares with classes"):
+    with pytest.raises(UsageError, match="--show needs samples of the form"):
         show_classes(Loader(samples), FOUND, "text")
 
 
@@ -56,7 +56,7 @@ def test_data_without_an_index_is_refused_before_anything_is_predicted(notebook:
     check_can_show(Loader(IMAGES))
     notebook.run("%guava_up\nloader = [1, 2]")
     shown = notebook.run("%guava_predict --data loader --show")
-    assert not shown.ok and "this data has none" in shown.lines[0]
+    assert not shown.ok and "this data has no indices" in shown.lines[0]
     assert not [name for name, _ in notebook.orchestrator.calls if name == "predict"]
     shown = notebook.run("%guava_predict --data loader --show --raw")
     assert not shown.ok and "keep one" in shown.lines[0]
