@@ -185,5 +185,5 @@ def _read(value: bytes) -> _Card:
 def _box() -> str:
     """The same in two processes that number the same devices the same way, and else not."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    machine = boot.read_text().strip() if boot.exists() else f"{uuid.getnode():x}"
+    machine = boot.read_text(encoding="utf-8").strip() if boot.exists() else f"{uuid.getnode():x}"
     return f"{platform.node()} {machine} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"

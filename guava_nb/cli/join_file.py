@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from pathlib import Path
 
 from guava_nb.cli.pasting import PastedLines
 from guava_nb.errors import ConfigError
+from guava_nb.systems import ask_to_end
 
 __all__ = ["LEAVE", "JoinFile"]
 
@@ -31,7 +30,7 @@ class JoinFile:
 
     def __init__(self, path: str, leaves_at_end: bool = False) -> None:
         self._path = None if path == STANDARD_INPUT else Path(path).expanduser()
-        self._lines = PastedLines(_is_code, _leave if leaves_at_end else lambda: None)
+        self._lines = PastedLines(_is_code, ask_to_end if leaves_at_end else lambda: None)
         self._last = ""
 
     def first(self) -> str:
@@ -74,9 +73,5 @@ class JoinFile:
 def _is_code(line: str) -> bool:
     if line.strip() != LEAVE:
         return True
-    _leave()
+    ask_to_end()  # the way that a scheduler takes, too
     return False
-
-
-def _leave() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)  # the way that a scheduler takes, too

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -60,12 +61,21 @@ def command() -> int:
     A demo's process ends here instead: all of it is closed, and to unload torch takes a second and a half. The other commands
     end as usual, since a program of the user's may have something to do at its exit.
     """
+    if sys.argv[1:2] != ["run"]:  # a program of the user's finds its output as without us
+        _take_any_text()
     status = main()
     if sys.argv[1:2] == ["demo"]:
         with contextlib.suppress(OSError):  # who read its output has gone
             sys.stdout.flush()
         os._exit(status)
     return status
+
+
+def _take_any_text() -> None:
+    """Show "?" for what the output has no place for: files and pipes of Windows, and some C locales, are not UTF-8."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from guava_nb.config.state_folder import make_private_folder
+from guava_nb.systems import put_in_place
 
 __all__ = ["Diary"]
 
@@ -43,7 +44,7 @@ class Diary:
         with self._access, contextlib.suppress(OSError):
             make_private_folder(path.parent)
             if path.exists() and path.stat().st_size > _MOST_BYTES:
-                path.replace(path.with_name(f"{path.name}.1"))
+                put_in_place(path, path.with_name(f"{path.name}.1"))
             head = "" if self._began == path else f"-- session {self.session}\n"
             self._began = path
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as file:

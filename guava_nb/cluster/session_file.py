@@ -25,6 +25,7 @@ from guava_nb.config.state_folder import (
     write_private,
 )
 from guava_nb.errors import ConfigError
+from guava_nb.systems import remove
 from guava_nb.transport.certificate import Certificate
 
 __all__ = ["SavedSession", "SessionFile", "is_locked_here"]
@@ -161,7 +162,7 @@ class SessionFile:
         """Let the next process hold it; `forget`: the session is over for good."""
         if forget:
             for path in (self.path, *map(self.path.with_suffix, _BESIDE)):
-                path.unlink(missing_ok=True)
+                remove(path)
         self._lock.close()
         _HELD.discard(self.path)
 

@@ -18,6 +18,7 @@ import psutil
 
 from guava_nb.config.state_folder import read_private, state_folder, write_private
 from guava_nb.status import Status
+from guava_nb.systems import remove
 from guava_nb.tunnels.records import began_at, runs
 
 __all__ = ["ShownStatus", "StatusWriter", "session_statuses"]
@@ -85,8 +86,7 @@ class StatusWriter:
         """Write no more; the session is over, and nothing is left to show. May be called again."""
         self._ended.set()
         self._thread.join()
-        with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        remove(self._path)
 
 
 def session_statuses(session: Path | None = None) -> list[tuple[Path, ShownStatus]]:

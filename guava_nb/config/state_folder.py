@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from guava_nb.errors import ConfigError
+from guava_nb.systems import put_in_place
 
 __all__ = [
     "OTHERS_DO",
@@ -145,7 +146,7 @@ def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
         os.chmod(name, mode)
-        os.replace(name, path)
+        put_in_place(Path(name), path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)

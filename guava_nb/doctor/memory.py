@@ -75,8 +75,11 @@ def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
 def _limit(folder: Path, version: int) -> Iterator[tuple[int, int]]:
     most, now, reclaimable = _FILES[version]
     try:
-        limit, used = (folder / most).read_text().strip(), int((folder / now).read_text())
-        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        limit, used = (
+            (folder / most).read_text(encoding="utf-8").strip(),
+            int((folder / now).read_text(encoding="utf-8")),
+        )
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError):
         return
     if limit != "max":

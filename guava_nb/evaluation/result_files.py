@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from guava_nb.errors import ConfigError
+from guava_nb.systems import put_in_place
 
 __all__ = ["RECORD", "DiskResults", "MemoryResults", "npy_header"]
 
@@ -212,7 +213,7 @@ class DiskResults:
         }  # fmt: skip
         partial = self.folder / f"{RECORD}.partial"
         partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        os.replace(partial, self.folder / RECORD)
+        put_in_place(partial, self.folder / RECORD)
         self._written_at, self._recorded = time.monotonic(), self.rows
 
     def close(self, complete: bool) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from guava_nb.errors import ConfigError
 from guava_nb.export.facts import ExportFacts
+from guava_nb.systems import put_in_place
 
 __all__ = ["FORMS", "export"]
 
@@ -76,7 +77,7 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write(partial)
-        partial.replace(path)
+        put_in_place(partial, path)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be written: {error}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import threading
 import time
@@ -11,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from guava_nb.errors import ConfigError
+from guava_nb.systems import own_group
 from guava_nb.tunnels.ssh_words import forwarded_port, is_chatter
 
 __all__ = ["AttachedProcess"]
@@ -37,9 +37,7 @@ class AttachedProcess:
         try:
             self._process = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8",
-                errors="replace", start_new_session=os.name != "nt", env=environ,
-                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
-                | getattr(subprocess, "CREATE_NO_WINDOW", 0),
+                errors="replace", env=environ, **own_group(CREATE_NO_WINDOW=True),
             )  # fmt: skip
         except OSError as problem:
             raise ConfigError(f"{words[0]} cannot be run: {problem}") from problem

@@ -113,7 +113,7 @@ class SlurmLauncher(Launcher):
 
     def _last(self) -> str:
         try:
-            return last_line(self._log.read_text(errors="replace")[-4000:])
+            return last_line(self._log.read_text(encoding="utf-8", errors="replace")[-4000:])
         except OSError:
             return f"it wrote nothing into {self._log}"
 

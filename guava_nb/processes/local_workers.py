@@ -45,6 +45,7 @@ from guava_nb.processes.pulse import PulseWatch
 from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import CrashReport
 from guava_nb.status import OwnFigures
+from guava_nb.systems import own_group
 
 __all__ = ["ListenAt", "WorkerHandle", "WorkerState", "close_all", "expect_workers", "launch", "lines_of"]
 
@@ -372,8 +373,7 @@ def _spawned(environment: Mapping[str, str]) -> subprocess.Popen[str]:
         encoding="utf-8",
         errors="replace",
         env=environment,
-        start_new_session=os.name != "nt",
-        creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+        **own_group(),
     )
 
 

@@ -66,9 +66,11 @@ def _quota(folder: Path, version: int) -> float | None:
     """Return the processor time that a group may take in a second of the clock, in seconds; None: no limit is known."""
     try:
         if version == 2:
-            most, period = (folder / "cpu.max").read_text().split()
+            most, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
         else:
-            most, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            most, period = (
+                (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8").strip() for name in ("quota", "period")
+            )
         return None if most in ("max", "-1") else int(most) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
         return None

@@ -239,7 +239,9 @@ class StateAtWorkers(StepsHeld, ABC):
         )
 
     def begin_copy(self, cluster: Cluster) -> None:
-        """Have the state of the last committed step come here, whatever job is at work meanwhile."""
+        """Have the state of the last committed step come here, whatever job is at work meanwhile; not where it is here."""
+        if self.master_step == self.step:  # it was asked for since the run ended
+            return
         holders = self.holders(cluster)
         asked = self._holders_with(holders[0]) if holders else []
         if self.copy is None and asked and set(asked) <= set(cluster.roster.ready()) & set(holders):

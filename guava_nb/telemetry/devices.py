@@ -25,10 +25,10 @@ ROOT = Path("/sys/class/powercap")
 class _Package:
     def __init__(self, folder: Path) -> None:
         self._file = folder / "energy_uj"
-        self.wrap_j = int((folder / "max_energy_range_uj").read_text()) / 1e6
+        self.wrap_j = int((folder / "max_energy_range_uj").read_text(encoding="utf-8")) / 1e6
 
     def read(self) -> float:
-        return int(self._file.read_text()) / 1e6
+        return int(self._file.read_text(encoding="utf-8")) / 1e6
 
 
 class RaplSensor(Sensor):
@@ -61,7 +61,11 @@ def open_rapl(host_id: str, root: Path = ROOT) -> RaplSensor | str:
     for folder in sorted(root.glob("intel-rapl:*")):  # AMD's processors stand under the same name
         name = folder / "name"
         # Sub-domains (core, dram, ...) have a second number; "psys" holds the packages and more.
-        if folder.name.count(":") == 1 and name.is_file() and name.read_text().strip().startswith("package"):
+        if (
+            folder.name.count(":") == 1
+            and name.is_file()
+            and name.read_text(encoding="utf-8").strip().startswith("package")
+        ):
             folders.append(folder)
     if not folders:
         return "this machine shows no RAPL counters"

@@ -77,7 +77,7 @@ def describe(
 def _host_id() -> str:
     """Tell machines, and separate networks on one machine, apart: a cloned machine has its original's name."""
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    started = boot.read_text().strip() if boot.exists() else f"{psutil.boot_time():.0f}"
+    started = boot.read_text(encoding="utf-8").strip() if boot.exists() else f"{psutil.boot_time():.0f}"
     room = str(network.stat().st_ino) if network.exists() else ""
     return f"{socket.gethostname()}/{started}/{room}"
 
@@ -94,7 +94,7 @@ def _device_facts(device: torch.device) -> tuple[str, str]:
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
-        for line in info.read_text(errors="replace").splitlines():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine() or "CPU"

@@ -189,10 +189,12 @@ class RunEnergy:
     def records(self) -> list[dict[str, Any]]:
         """Return one dict per worker: worker, device, joules or None, method, and what else is known.
 
-        A board that several workers share stands with the first of them; the others say with whom.
+        A board that several workers share stands with the first of them; the others say with whom. From any thread.
         """
         owners: dict[str, str] = {}
-        return [self._record(rank, owners) for rank in sorted(self._members | set(self._heard))]
+        return self._book.read(
+            lambda: [self._record(rank, owners) for rank in sorted(self._members | set(self._heard))]
+        )
 
     def joules(self) -> float | None:
         """Return the run's joules, each board counted once; None when nothing was measured."""
@@ -201,7 +203,9 @@ class RunEnergy:
 
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """Return (seconds since it prepared the run, watts of all its boards) per worker, thinned; of those measured only."""
-        return {self._name(rank): list(known.curve) for rank, known in sorted(self._heard.items()) if known.curve}
+        return self._book.read(
+            lambda: {self._name(rank): list(known.curve) for rank, known in sorted(self._heard.items()) if known.curve}
+        )
 
     def devices(self) -> tuple[DeviceUse, ...]:
         """Return how the workers' devices were used so far; each once, also where workers share one."""

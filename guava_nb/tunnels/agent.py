@@ -301,7 +301,8 @@ def _own_program(program: str, folder: Path) -> Path:
     """
     own = folder / Path(program).name
     if os.name == "posix" and not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
-        own.write_text(f'#!/bin/sh\nexec {shlex.quote(os.path.abspath(program))} "$@" 2>"${{0%/*}}/{_STDERR}"\n')
+        script = f'#!/bin/sh\nexec {shlex.quote(os.path.abspath(program))} "$@" 2>"${{0%/*}}/{_STDERR}"\n'
+        own.write_text(script, encoding="utf-8")
         own.chmod(0o700)
         return own
     ways: tuple[Callable[[str, Path], Any], ...] = (os.symlink, os.link, shutil.copy2)

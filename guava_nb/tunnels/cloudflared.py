@@ -11,10 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 from urllib.parse import urlsplit
 
 from guava_nb.errors import ConfigError
+from guava_nb.systems import own_group
 from guava_nb.tunnels.cloudflared_program import DOWNLOADS, required_cloudflared
 from guava_nb.tunnels.records import GRACE_S, end_orphans, open_record
 from guava_nb.tunnels.tunnel import LOOPBACK, Address, Tunnel
@@ -160,7 +160,7 @@ class _Agent:
         return subprocess.Popen(
             [*words, "--url", f"http://{LOOPBACK}:{self.port}"],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, encoding="utf-8",
-            errors="replace", env={**own, "TUNNEL_GRACE_PERIOD": "1s"}, **_own_group(),
+            errors="replace", env={**own, "TUNNEL_GRACE_PERIOD": "1s"}, **own_group(),
         )  # fmt: skip
 
     @property
@@ -262,10 +262,3 @@ class _Agent:
         if self._process.stderr is not None:
             self._process.stderr.close()
         self._record.forget()
-
-
-def _own_group() -> dict[str, Any]:
-    """Arguments that keep an interrupt of this process's group from it: an interrupted cell sends one."""
-    if os.name == "nt":
-        return {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
-    return {"start_new_session": True}

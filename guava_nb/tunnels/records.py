@@ -21,6 +21,7 @@ import psutil
 
 from guava_nb.config.state_folder import private_temporary_folder, write_private
 from guava_nb.errors import ConfigError
+from guava_nb.systems import remove
 
 __all__ = ["Record", "began_at", "end_orphans", "end_process", "open_record", "private_folder", "remember", "runs"]
 
@@ -84,7 +85,7 @@ class Record:
     def forget(self) -> None:
         """The program has ended: remove the record and its folder. Safe to call twice."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._file.unlink(missing_ok=True)
+        remove(self._file)
 
     def is_left_over(self) -> bool:
         """Whether who started it is gone. Another machine's records are not ours to judge."""

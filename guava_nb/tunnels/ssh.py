@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from guava_nb.errors import ConfigError
+from guava_nb.systems import own_group
 from guava_nb.tunnels.records import end_orphans, remember
 from guava_nb.tunnels.registry import split_host
 from guava_nb.tunnels.ssh_words import (
@@ -275,9 +276,7 @@ class _Client:
                 text=True,
                 encoding="utf-8",
                 errors="replace",
-                start_new_session=os.name != "nt",
-                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
-                | getattr(subprocess, "CREATE_NO_WINDOW", 0),
+                **own_group(CREATE_NO_WINDOW=True),
             )
         except OSError as problem:
             raise ConfigError(f"ssh cannot be run: {problem}") from problem

@@ -230,6 +230,14 @@ def test_a_worker_that_joins_between_two_runs_gets_the_state_from_one_that_holds
     assert difference(run.model(), plain(session, 2)) <= 1e-9
 
 
+def test_a_state_that_was_asked_for_before_its_copy_began_comes_once(session: Orchestrator) -> None:
+    train(session).model()
+    before, sets = state_bytes(session), session._replica_sets.trained
+    assert sets is not None and session._cluster is not None
+    sets.begin_copy(session._cluster)
+    assert sets.copy is None and state_bytes(session) == before
+
+
 def test_another_record_between_two_runs_fetches_as_before(session: Orchestrator) -> None:
     train(session)
     train(session, max_grad_norm=1e9)

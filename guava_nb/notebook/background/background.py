@@ -26,6 +26,7 @@ from guava_nb.notebook.notebook_session import NotebookSession
 from guava_nb.notebook.panel.blocking import follow_lines
 from guava_nb.notebook.settings import settings_of
 from guava_nb.notebook.up import load_torch, session_file
+from guava_nb.systems import own_group
 from guava_nb.tunnels.records import began_at
 
 if TYPE_CHECKING:
@@ -288,7 +289,12 @@ def _start(path: Path, idle_limit_s: float) -> Record:
     words = [sys.executable, "-m", "guava_nb.notebook.background.process", json.dumps(start)]
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as output:
         process = subprocess.Popen(
-            words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            words,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            **own_group(CREATE_NO_WINDOW=True),
         )
     deadline = time.monotonic() + _START_S
     while (record := Record.read(path)) is None:
@@ -300,7 +306,7 @@ def _start(path: Path, idle_limit_s: float) -> Record:
             )
             process.kill()
             process.wait()
-            last = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+            last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
             raise ClusterError(
                 f"the background session {how} after it was started, so none is open; all that it wrote lies in {log}:\n{last}"
             )

@@ -18,6 +18,7 @@ from guava_nb.data.classes import class_name, class_resolver, is_dataclass_type
 from guava_nb.data.codec import pack, unpack
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Tree
+from guava_nb.systems import put_in_place
 
 __all__ = ["RunName", "read_value", "write_value"]
 
@@ -66,7 +67,7 @@ def write_value(path: Path, value: Any, name_of_run: Callable[[Any], RunName | N
         file.write(_LENGTH.pack(len(record)) + record)
         for buffer in buffers:
             file.write(buffer)
-    partial.replace(path)
+    put_in_place(partial, path)
 
 
 def read_value(path: Path, run_of: Callable[[RunName], Any] = lambda name: name) -> Any:

@@ -17,6 +17,7 @@ import psutil
 
 from guava_nb.config.state_folder import sync_folder
 from guava_nb.config.units import show_bytes
+from guava_nb.systems import put_in_place
 
 __all__ = ["NotWritten", "Sink", "write_durably"]
 
@@ -77,7 +78,7 @@ def write_durably(path: Path, write: Callable[[Sink], None], needed_bytes: int, 
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path.parent)
         _write_through(partial, write, mode)
-        os.replace(partial, path)
+        put_in_place(partial, path)
         sync_folder(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):

@@ -191,8 +191,8 @@ class Snapshots:
             return None
         if len(replica_set.at) > 1 and replica_set.elastic:
             return None
-        newest, disk = self._accounting.snapshot.step, self.there.step_on_disk
-        newest = newest if self.there.at is None else max(newest, self.there.at.step)
+        newest, disk, near = self._accounting.snapshot.step, self.there.step_on_disk, self.there.at
+        newest = newest if near is None else max(newest, near.step)
         on_disk = newest if disk is None else max(newest, disk)
         return on_disk + 1 - self._accounting.first_step, newest + 1 - self._accounting.first_step
 

@@ -337,8 +337,9 @@ class SnapshotsAtWorker:
 
     @property
     def step_on_disk(self) -> int | None:
-        """The newest step whose state is known to lie on a worker's disk; None: none is."""
-        return None if self._known is None else self._known.state.step
+        """The newest step whose state is known to lie on a worker's disk; None: none is. From any thread."""
+        known = self._known  # looked at once: the job may forget it meanwhile
+        return None if known is None else known.state.step
 
     def on_disk(self) -> list[StateOnDisk]:
         """Return the states that a worker may find on its disk and that are newer than the snapshot here, the newest first."""

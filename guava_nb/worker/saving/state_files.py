@@ -16,6 +16,7 @@ import msgspec
 from guava_nb.config.state_folder import make_private_folder, sync_folder
 from guava_nb.config.units import show_bytes
 from guava_nb.protocol.messages import Tree
+from guava_nb.systems import put_in_place
 
 __all__ = ["NoRoom", "SavedRecord", "StateFiles"]
 
@@ -90,7 +91,7 @@ class StateFiles:
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
             found = _write(partial, parts)
-            os.replace(partial, path)
+            put_in_place(partial, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)

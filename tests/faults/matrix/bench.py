@@ -286,6 +286,7 @@ class Attempt:
         self.bench, self.cell, self.limit_s = bench, cell, limit_s
         self.mode = MODES[cell.mode]
         self.said = ""
+        self._end_copies()
         options = self.mode.options
         self.oracle = (options.get("optimizer", "AdamW"), options.get("optimizer_args", {"lr": 0.01})["lr"])
         self.notes_before = set(bench.orch.status().note_numbers)
@@ -303,6 +304,13 @@ class Attempt:
         self._write_plan()
         self._ended = threading.Event()
         self._striker = threading.Thread(target=self._strike, name="matrix-striker", daemon=True)
+
+    def _end_copies(self) -> None:
+        """A copy of the last run's state that comes now would reach the place of this run's fault before it begins."""
+        sets, cluster = self.bench.orch._replica_sets, self.bench.orch._cluster
+        sets.left.wait_no_more()
+        if (left := sets.held_by_workers) is not None and left.copy is not None and cluster is not None:
+            left.copy.wait(cluster, 10)
 
     # ------------------------------------------------------------------------------------------------------------- files
 
@@ -455,7 +463,7 @@ class Attempt:
             )  # fmt: skip
             self.job = bench.orch._job
             if not run.wait(self.limit_s):
-                told = repr(run.status())
+                told = f"{self.strike_error!r} on the other side; {run.status()!r}"
                 run.interrupt()
                 run.interrupt()
                 run.wait(10)

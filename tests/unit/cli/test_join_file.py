@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from guava_nb.cli import join_file
 from guava_nb.cli.join_file import JoinFile
 from guava_nb.errors import ConfigError
 from tests.support.processes import eventually
@@ -40,7 +39,7 @@ def test_a_file_without_a_code_is_named(tmp_path: Path, content: str | None) -> 
 
 def test_standard_input_gives_codes_and_the_order_to_leave(pipe: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(join_file.os, "kill", lambda pid, number: sent.append((pid, number)))
+    monkeypatch.setattr("guava_nb.systems.os.kill", lambda pid, number: sent.append((pid, number)))
     file, found = JoinFile("-"), []
     os.write(pipe, b"guava1:first\nguava1:second\nleave\n")
     assert file.first() == "guava1:first"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import runpy
 import subprocess
@@ -98,6 +99,24 @@ def test_a_demo_s_process_ends_at_once_and_another_command_s_as_usual(monkeypatc
     monkeypatch.setattr(sys, "argv", ["guava", "doctor"])
     monkeypatch.setattr(doctor, "run_checks", list)
     assert command() == 0 and ended == [2]
+
+
+@pytest.mark.parametrize(("word", "shown"), [("status", b"a worker called ?"), ("run", None)])
+def test_a_worker_s_name_that_the_output_cannot_hold_ends_no_command(
+    word: str, shown: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe of Windows; a program of the user's fails there as it does without guava run."""
+    held = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(held, encoding="cp1252", errors="strict"))
+    monkeypatch.setattr(sys, "argv", ["guava", word])
+    monkeypatch.setattr("guava_nb.cli.main.main", lambda: print("a worker called \u72d0") or 0)
+    if shown is None:
+        with pytest.raises(UnicodeEncodeError):
+            command()
+    else:
+        assert command() == 0
+        sys.stdout.flush()
+        assert shown in held.getvalue()
 
 
 def test_help_needs_no_torch() -> None:

@@ -194,3 +194,25 @@ def test_the_last_word_is_waited_for_and_no_longer_than_it_takes() -> None:
     assert session.run.joules() == 5.0
     session.report(0, 1000.0)  # idle after the run: not a part of it
     assert session.run.joules() == 5.0
+
+
+def test_a_report_that_comes_while_figures_are_read_waits() -> None:
+    """A status is asked for by any thread, and a report may bring figures that none before it had."""
+    session, reported = Session(), threading.Event()
+    session.report(0, 1.0)
+
+    def report() -> None:
+        session.report(0, 2.0)
+        reported.set()
+
+    def worked(rank: int) -> tuple[int, float | None]:
+        session.run._worked = lambda rank: (0, None)
+        reporter.start()
+        assert not reported.wait(0.05)
+        return 0, None
+
+    reporter = threading.Thread(target=report)
+    session.run._worked = worked
+    assert session.run.records()[0]["joules"] == 1.0
+    reporter.join(10)
+    assert reported.is_set() and session.run.records()[0]["joules"] == 2.0

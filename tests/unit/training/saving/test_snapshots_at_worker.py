@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guava_nb.training.saving.snapshots_at_worker import difference_count
+from guava_nb.training.saving.snapshots_at_worker import SnapshotsAtWorker, difference_count
 from guava_nb.wire_formats.held_tensors import CHUNK
 from guava_nb.wire_formats.top_k import TopK
 
@@ -37,3 +40,19 @@ def test_a_fast_run_sends_long_messages_and_a_slow_one_a_short_one_after_five_mi
     assert difference_count(GPT2, 100_000, 100.0) == 1024
     assert 1 <= difference_count(GPT2, 30, 300.0) < 64
     assert difference_count(GPT2, 0, 1000.0) == 0
+
+
+class _Forgetful(SnapshotsAtWorker):
+    """Forgets what lies on the disk right after it was looked at, as the job may while a status is made."""
+
+    def __init__(self) -> None:
+        self._left: list[Any] = [SimpleNamespace(state=SimpleNamespace(step=7))]
+
+    @property
+    def _known(self) -> Any:  # type: ignore[override]
+        return self._left.pop() if self._left else None
+
+
+def test_a_status_may_be_made_while_the_job_forgets() -> None:
+    there = _Forgetful()
+    assert (there.step_on_disk, there.step_on_disk) == (7, None)
