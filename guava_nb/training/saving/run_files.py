@@ -94,7 +94,7 @@ class RunFiles:
         """
         held, place = self._replica_set, self._place
         checkpoint.write(path, held.master.state(), place.steps - 1, place.where(), held.spec, self.extras)
-        held.saved_step = held.master_step
+        held.note_saved(path, held.master_step)
 
     def finish(self) -> None:
         """Wait until the last file is whole, or was given up."""
@@ -118,7 +118,7 @@ class RunFiles:
         except Exception as error:
             self._notice(f"{path} was not saved ({type(error).__name__}: {error}). The run goes on")
         else:
-            self._replica_set.saved_step = held_step
+            self._replica_set.note_saved(path, held_step)
             self._let_go_of_older(path, kind)
         finally:
             self._is_writing = False
