@@ -29,7 +29,7 @@ _AWAY = "reconnecting"
 #: Errors that say little of what is in the way.
 _UNREACHED = ("LinkBroken", "LinkTimeout")
 _BACK = "The connection to the session is back: it goes on where it was, and nothing is left to do."
-_BY_ITSELF = "It dials again by itself, and nothing needs to be done here; an interrupt lets it leave."
+_BY_ITSELF = "Nothing needs to be done here; an interrupt lets it leave."
 _HOW_ON = (
     "With the session's new join code, run %guava_worker NEWCODE here and it goes on where it was; %guava_down ends it"
 )
@@ -177,4 +177,4 @@ def _what_failed(last: Any) -> str:
     if last.joined or last.state == "crashed":
         return f"{who} {last.state}: {last.detail}. To join again, run this cell again"
     advice = "; %guava_doctor CODE says which step fails" if last.error in _UNREACHED else ""
-    return f"{who} did not join: {last.detail}{advice}"
+    return f"{who} did not join: {last.detail.rstrip('.') if advice else last.detail}{advice}"

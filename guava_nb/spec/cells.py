@@ -258,7 +258,8 @@ def _not_found(name: str, part: str, owner: Any, package: str) -> str:
     if owner is None:
         return f"{name!r} is not known: nothing is shared yet; define it in a %%guava_share cell"
     place = f"module {package!r}" if package else "the shared cells"
-    names = [known for known in vars(owner) if not known.startswith("_")] if hasattr(owner, "__dict__") else []
+    found = vars(owner).items() if hasattr(owner, "__dict__") else ()
+    names = [name for name, one in found if not name.startswith("_") and not inspect.ismodule(one)]
     near = difflib.get_close_matches(part, names, n=3)
     if near:
         return f"{name!r} is not in {place}; did you mean {' or '.join(map(repr, near))}?"

@@ -121,7 +121,7 @@ def test_a_worker_without_a_tunnel_is_sent_for_no_code_and_leaves_on_interrupt(n
     notebook.worker_options = {"num_waits": 9, "interrupt_at": (2,), "away": True, "away_because": "it broke"}
     shown = notebook.run(f"%guava_worker {SECRET_CODE}")
     assert shown.ok and notebook.workers[0].calls == ["leave"] and "NEWCODE" not in shown.text
-    assert "It dials again by itself" in shown.text
+    assert "Nothing needs to be done here" in shown.text
 
 
 def test_the_worker_says_when_its_session_is_back_and_its_end_once(
