@@ -235,8 +235,8 @@ class Prediction:
             )
         if missing > free:
             raise ConfigError(
-                f"the results would take {self._expected:,} rows x {told} = {self.estimated_bytes / MB:,.0f} MB, and "
-                f"{free / MB:,.0f} MB are free in {where}: {advice}"
+                f"the results would take {self._expected:,} rows x {told} = {show_bytes(self.estimated_bytes)}, and "
+                f"{show_bytes(free)} are free in {where}: {advice}"
             )
 
 

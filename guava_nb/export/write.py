@@ -80,4 +80,6 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
         put_in_place(partial, path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise ConfigError(f"{path} cannot be written: {error}") from error
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror or error}; make room, or give another path"
+        ) from error

@@ -10,9 +10,9 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from guava_nb.errors import ClusterError
-from guava_nb.notebook.display import ask_hidden
+from guava_nb.notebook.display import ask_hidden, say
 from guava_nb.notebook.lines import LineTail
-from guava_nb.notebook.panel.blocking import Interrupted, interrupt_worker, watch
+from guava_nb.notebook.panel.blocking import interrupt_worker, watch
 from guava_nb.notebook.panel.panel import Frame, Panel
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.render import View, worker_view
@@ -29,9 +29,9 @@ _AWAY = "reconnecting"
 #: Errors that say little of what is in the way.
 _UNREACHED = ("LinkBroken", "LinkTimeout")
 _BACK = "The connection to the session is back: the worker goes on where it was, and you need to do nothing."
-_BY_ITSELF = "It dials again by itself, and you need to do nothing here; an interrupt makes it leave."
+_BY_ITSELF = "You need to do nothing here; an interrupt makes it leave."
 _HOW_ON = (
-    "with the session's new join code, run %guava_worker NEWCODE here and it goes on where it was; %guava_down ends it"
+    "With the session's new join code, run %guava_worker NEWCODE here and it goes on where it was; %guava_down ends it"
 )
 
 
@@ -68,7 +68,7 @@ class OwnWorker:
         view = worker_view(status)
         if status.state != _AWAY:
             return view
-        todo = f"It waits: interrupt its cell, then, {_HOW_ON}." if _needs_code(status) else _BY_ITSELF
+        todo = f"It waits: interrupt its cell. {_HOW_ON}." if _needs_code(status) else _BY_ITSELF
         return replace(view, notes=(*view.notes, todo))
 
     def code(self, words: list[str]) -> JoinCode:
@@ -117,9 +117,10 @@ class OwnWorker:
     def work(self, panel: Panel) -> None:
         """Block until it ended. While its session is away, an interrupt gives the cell back and leaves the worker be.
 
+        That is no error: a kernel would drop the cells that were queued meanwhile, one with the new code among them.
+
         Raises:
             ClusterError: it did not leave as it should.
-            Interrupted: the cell was given back.
         """
         worker = self._handle
         tail = LineTail(lambda: worker.status().lines)
@@ -145,10 +146,10 @@ class OwnWorker:
             return "The worker goes on waiting for its session."
 
         watch(lambda seconds: bool(given_back) or worker.wait(seconds), frame, last_frame, panel, on_interrupt)
-        if given_back:
-            raise Interrupted(_HOW_ON)
         last = worker.status()
-        if last.state in _BAD_ENDS:
+        if given_back:
+            say(f"{_HOW_ON}.")
+        elif last.state in _BAD_ENDS:
             raise ClusterError(_what_failed(last))
 
     def leave(self) -> None:
@@ -176,4 +177,4 @@ def _what_failed(last: Any) -> str:
     if last.joined or last.state == "crashed":
         return f"{who} {last.state}: {last.detail}. To join again, run this cell again"
     advice = "; %guava_doctor CODE says which step fails" if last.error in _UNREACHED else ""
-    return f"{who} did not join: {last.detail}{advice}"
+    return f"{who} did not join: {last.detail.rstrip('.') if advice else last.detail}{advice}"

@@ -15,6 +15,7 @@ from guava_nb.errors import GuavaError
 from guava_nb.notebook.line_words import near
 from guava_nb.protocol.messages import Cell
 from guava_nb.spec.cell_checks import check_syntax, defined_names, undefined_names
+from guava_nb.spec.missing_modules import absent_part, missing_package
 from guava_nb.spec.training_options import option_infos
 
 __all__ = ["SharedCells", "cell_name"]
@@ -118,8 +119,10 @@ class SharedCells:
 
 
 def _install_hint(error: BaseException) -> str:
-    """What to do where a module is not installed; "" for other errors."""
-    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    """What to do where a module is not there; "" for other errors."""
+    if part := absent_part(error):
+        return f": {part}"
+    missing = missing_package(error)
     return missing and (
         f": where {missing} is a package, %pip install {missing} installs it here and %guava_pip {missing} at the workers; where "
         "it is a file of yours, run the notebook in its folder"

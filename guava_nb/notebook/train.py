@@ -6,6 +6,7 @@ import argparse
 import inspect
 import keyword
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -107,10 +108,27 @@ def loaded_text(source: Path, at: Mapping[str, Any]) -> str:
     )
 
 
+def _folder_for_files(text: str, option: str) -> Path:
+    """Return the folder that a word names; files that are due after an hour must not be the first to find it closed.
+
+    Raises:
+        UsageError: it takes no files, or the folder that it is to be made in is not there or takes none.
+    """
+    path = in_a_folder(text, option)
+    folder = path if path.exists() else path.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return path
+    except OSError as problem:
+        raise UsageError(
+            f"{option} {text}: {folder} takes no files ({problem.strerror or problem}); name another folder"
+        ) from None
+
+
 def _value(info: OptionInfo, value: Any, namespace: Mapping[str, Any]) -> Any:
     """What a word of the line stands for."""
     if info.name == "checkpoint_dir":
-        return in_a_folder(value, "--checkpoint-dir")
+        return _folder_for_files(value, "--checkpoint-dir")
     if info.kind == "file":
         return value if is_on_hub(value) else Path(value).expanduser()
     if info.kind == "objects":

@@ -62,6 +62,11 @@ _RUN_GOES_ON = (
 _LOCAL_ENDED = (
     "The workers that it had started on this machine ended with its kernel: %guava_up --local 1 starts one again."
 )
+_TWO = (
+    "Another kernel has a session of this notebook open (where Jupyter does not tell the notebook's name: of this folder). This "
+    "is a second one with a join code of its own, and workers of the other stay there. To go on with that one: shut the other "
+    "kernel down, then %guava_down and %guava_up here."
+)
 #: Seconds in which a session that is there has answered.
 TRY_S = 4.0
 #: Seconds that workers started on this machine get to load torch and join.
@@ -87,10 +92,13 @@ def _usable_session_file() -> str:
     from guava_nb.cluster.session_file import SessionFile
 
     try:
-        SessionFile.take(session_file()).release(forget=False)
+        taken = SessionFile.take(session_file())
     except ConfigError as problem:
         say(f"This session will end with its kernel: {problem}.")
         return "off"
+    taken.release(forget=False)
+    if taken.path != session_file():
+        say(_TWO)
     return str(session_file())
 
 

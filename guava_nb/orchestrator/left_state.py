@@ -85,4 +85,5 @@ def _name(replica_set: ReplicaSet) -> str:
 
 
 def _left_over(replica_set: ReplicaSet) -> str:
-    return f"What is left is {replica_set.fallback().name}"
+    file = replica_set.newest_file()
+    return f"What is left is {replica_set.fallback().name}" + (f", and its newest checkpoint, {file}" if file else "")

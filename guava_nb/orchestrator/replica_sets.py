@@ -187,7 +187,7 @@ class ReplicaSets:
         if job.run.done:
             state = self.fetch(trained)
             checkpoint.write(path, state, trained.step, job.where(trained.step), trained.spec, job.files.extras)
-            trained.saved_step = trained.step
+            trained.note_saved(path, trained.step)
             RunRecord.note_saved(self._run_path(), trained.step)
             return
         try:
@@ -254,7 +254,7 @@ class ReplicaSets:
                 "there is nothing of it: go on from a checkpoint (resume=PATH, --resume PATH), or train anew"
             )
         made = self._build(composed)
-        made.run_id = last.run_id
+        made.run_id, made.files = last.run_id, list(filter(None, [last.newest_file()]))
         state = fetch_of_ended_process(made, last.last_step, self._cluster(), self._patience_s())
         self._past.launched(last.run_id)
         place = last.position(made.step)

@@ -15,6 +15,10 @@ __all__ = ["epoch_table", "runs_csv", "runs_view", "without_empty"]
 
 #: Settings that every table of runs would repeat.
 _UNTOLD = ("run_id", "mode", "precision")
+_KILLED = (
+    "the kernel ended while it trained; its row has what was written down last, up to 10 s before that. Where it was the newest "
+    "run and its workers are still here, the same %guava_train line with --resume session goes on with it"
+)
 
 
 def epoch_table(epochs: Sequence[EpochFigures]) -> Table:
@@ -57,7 +61,7 @@ def runs_view(runs: Sequence[RunStatus], note: str = "") -> View:
             run.state,
             DASH if run.began_at is None else time.strftime("%d %b %H:%M", time.localtime(run.began_at)),
             f"{run.epoch} of {run.num_epochs}",
-            str(run.step),
+            f"{run.step} or more" if run.state == "killed" else str(run.step),
             or_dash(run.loss, show_float),
             or_dash(run.val[-1][1] if run.val else None, show_float),
             *(or_dash(_last(run, name), show_float) for name in scores),
@@ -67,8 +71,10 @@ def runs_view(runs: Sequence[RunStatus], note: str = "") -> View:
         )
         for run in runs
     ]
-    notes = (note,) if note else ()
-    return View("runs", f"{len(runs)} of this notebook", None, (without_empty(head, rows),), notes)
+    killed = [run.run_id for run in runs if run.state == "killed"]
+    notes = [f"{' and '.join(killed)}: {_KILLED}"] if killed else []
+    notes += [note] if note else []
+    return View("runs", f"{len(runs)} of this notebook", None, (without_empty(head, rows),), tuple(notes))
 
 
 def _last(run: RunStatus, name: str) -> float | None:

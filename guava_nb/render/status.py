@@ -258,11 +258,18 @@ def _at_risk(run: RunStatus) -> list[tuple[str, str]]:
     if run.at_risk_s is None or run.at_risk_killed_s is None:
         return [*rows, ("at risk", "0 s of work: the state is not with one worker alone")]
     killed, vanished = (
-        f"{show_seconds(round(seconds))} of work ({steps} step{'' if steps == 1 else 's'})"
+        _work_lost(seconds, steps)
         for seconds, steps in ((run.at_risk_killed_s, run.at_risk_killed_steps), (run.at_risk_s, run.at_risk_steps))
     )
     text = f"{killed} if the process that has the state were killed now, {vanished} if its disk were lost, too"
     return [*rows, ("at risk", text)]
+
+
+def _work_lost(seconds: float, steps: int | None) -> str:
+    if not steps:
+        return "nothing"
+    took = "less than 1 s" if seconds < 1 else show_seconds(round(seconds))
+    return f"{took} of work ({steps} step{'' if steps == 1 else 's'})"
 
 
 def _energy(run: RunStatus) -> list[tuple[str, str]]:

@@ -69,9 +69,11 @@ def _short(value: float) -> str:
 
 
 def show_seconds(duration_s: float | None) -> str:
-    """A duration with the unit that keeps two or three digits: "340 µs", "12.3 ms", "4.56 s", "3 min 05 s"."""
+    """A duration with the unit that keeps two or three digits: "340 µs", "12.3 ms", "4.56 s", "3 min 05 s"; "0 s" for none."""
     if duration_s is None or math.isnan(duration_s):
         return NOT_MEASURED
+    if duration_s == 0:
+        return "0 s"
     if duration_s < 0.000_999_5:
         return f"{duration_s * 1e6:.0f} µs"
     if duration_s < 0.999_5:

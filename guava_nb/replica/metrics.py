@@ -49,7 +49,13 @@ def build_metric(spec: MetricSpec, resolve: Resolve) -> Metric:
         ImportError: a module is missing here.
     """
     name, args = spec.factory.name, spec.factory.args
-    found: Any = find("metric", name, {}, "", resolve)
+    try:
+        found: Any = find("metric", name, {}, "", resolve)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}. A metric is a shared function of outputs and targets, or an expression that makes one of torchmetrics; "
+            "loss and, for classes, accuracy are measured without being named"
+        ) from error
     _check_travels(spec.name, found)
     if is_torchmetric(found):  # one that a shared cell made
         return copy.deepcopy(found)

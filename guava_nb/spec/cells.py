@@ -28,6 +28,7 @@ from guava_nb.spec.cell_checks import (
     source_lines,
     undefined_names,
 )
+from guava_nb.spec.missing_modules import absent_part, missing_package
 
 __all__ = ["CellError", "SourceLedger", "build_module", "cause_is_missing", "digest", "resolve"]
 
@@ -48,11 +49,13 @@ class CellError(SourceError):
         """Build the sentence from what the cell raised; chain `cause` with `raise ... from`."""
         self.cell = cell
         self.line = line
-        self.missing_module = _missing_module(cause)
+        self.missing_module = missing_package(cause)
         where = f"cell {cell!r}, line {line}" if line else f"cell {cell!r}"
         text = f"{where}: {type(cause).__name__}: {cause}"
         if self.missing_module:
             text += "; it is not installed on this machine"
+        elif part := absent_part(cause):
+            text += f"; {part}"
         super().__init__(text)
 
 
@@ -189,9 +192,10 @@ def resolve(name: str, module: types.ModuleType | None) -> Any:
         try:
             module = importlib.import_module(package)
         except Exception as error:  # importing runs code that may raise anything
-            missing = _missing_module(error)
-            advice = f"; {missing!r} is not installed on this machine" if missing else ""
-            raise SourceError(f"{name!r} cannot be imported: {type(error).__name__}: {error}{advice}") from error
+            missing, part = missing_package(error), absent_part(error)
+            advice = f"{missing!r} is not installed on this machine" if missing else part
+            said = "; ".join(filter(None, [f"{type(error).__name__}: {error}", advice]))
+            raise SourceError(f"{name!r} cannot be imported: {said}") from error
     else:
         path = name
     found: Any = module
@@ -208,7 +212,7 @@ def cause_is_missing(error: BaseException) -> str:
     """The module whose absence caused this error, "" when it was something else."""
     named = str(getattr(error, "missing_module", ""))
     for link in (error, error.__cause__):
-        named = named or (_missing_module(link) if link is not None else "")
+        named = named or missing_package(link)
     return named
 
 
@@ -254,7 +258,8 @@ def _not_found(name: str, part: str, owner: Any, package: str) -> str:
     if owner is None:
         return f"{name!r} is not known: nothing is shared yet; define it in a %%guava_share cell"
     place = f"module {package!r}" if package else "the shared cells"
-    names = [known for known in vars(owner) if not known.startswith("_")] if hasattr(owner, "__dict__") else []
+    found = vars(owner).items() if hasattr(owner, "__dict__") else ()
+    names = [name for name, one in found if not name.startswith("_") and not inspect.ismodule(one)]
     near = difflib.get_close_matches(part, names, n=3)
     if near:
         return f"{name!r} is not in {place}; did you mean {' or '.join(map(repr, near))}?"
@@ -269,8 +274,3 @@ def _line_in(error: BaseException, name: str) -> int:
             line = trace.tb_lineno
         trace = trace.tb_next
     return line
-
-
-def _missing_module(error: BaseException) -> str:
-    name = error.name if isinstance(error, ModuleNotFoundError) else None
-    return (name or "").partition(".")[0]

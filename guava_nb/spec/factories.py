@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -22,9 +23,16 @@ Resolve = Callable[[str], object]
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean 'X'?)" for the known name closest to `name`, else an empty text."""
+    """Return " (did you mean 'X'?)" for the known name closest to `name`, else an empty text.
+
+    People leave out the end ("CrossEntropy") or the beginning ("Plateau") of a name more often than they mistype it, or say
+    where it lies ("optim.Adam"). So of the known names the shortest that begins with theirs comes first.
+    """
     lower = {candidate.lower(): candidate for candidate in known}
-    match = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
+    part = re.split(r"[.:]", name.lower())[-1]
+    begins = sorted((one for one in lower if one.startswith(part) and len(part) >= 2), key=len)
+    holds = [one for one in lower if part in one and len(part) >= 3]
+    match = [*begins, *(holds if len(holds) == 1 else ()), *difflib.get_close_matches(part, lower, n=1, cutoff=0.6)]
     return f" (did you mean {lower[match[0]]!r}?)" if match else ""
 
 
@@ -50,7 +58,8 @@ def find(
     except (ImportError, CellLeftOut):
         raise
     except (GuavaError, LookupError, AttributeError) as error:
-        hint = near(name, torch_names)
+        names = [one for one in torch_names if one[0].isupper()]  # classes, whose functions are called much the same
+        hint = near(name, names) or (f" (there are: {', '.join(names)})" if where else "")
         tail = f"{hint}, and it is no shared name: {error}" if where else f": {error}"
         start = f"{role} {name!r} is not in {where}" if where else f"{role} {name!r} cannot be found"
         raise ConfigError(f"{start}{tail}") from error

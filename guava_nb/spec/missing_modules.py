@@ -1,4 +1,4 @@
-"""What to do about a module that a worker cannot import, said by the machine that has it.
+"""Which module an import did not find; and what to do about one that a worker cannot import, said by the machine that has it.
 
 A name that Python imports is not the name of a package in an index, and a module of the user's own has none there: what an
 index holds under that name may be a stranger's. So a package is named only where this machine's own records tell it.
@@ -6,12 +6,37 @@ index holds under that name may be a stranger's. So a package is named only wher
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
+import pkgutil
+import sys
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["missing_advice"]
+__all__ = ["absent_part", "missing_advice", "missing_package"]
+
+
+def missing_package(error: BaseException | None) -> str:
+    """Return the top-level name of a package that is not installed on this machine, whose import raised this error, else ""."""
+    if not isinstance(error, ModuleNotFoundError) or absent_part(error):
+        return ""
+    return (error.name or "").partition(".")[0]
+
+
+def absent_part(error: BaseException | None) -> str:
+    """Return a sentence where an import raised this error for a part that an installed package does not have, else "".
+
+    Parts of a package without a file of its own (a namespace) come in packages of their own, so there one is missing.
+    """
+    whole, _, part = (error.name or "").rpartition(".") if isinstance(error, ModuleNotFoundError) else ("", "", "")
+    package = sys.modules.get(whole)
+    if package is None or (getattr(package, "__file__", None) is None and hasattr(package, "__path__")):
+        return ""
+    names = [one.name for one in pkgutil.iter_modules(getattr(package, "__path__", ()))]
+    found = difflib.get_close_matches(part, [name for name in names if not name.startswith("_")], n=1)
+    hint = f"did you mean '{whole}.{found[0]}'?" if found else "another version of it may have one"
+    return f"{whole!r} is installed on this machine and has no module {part!r} in it; {hint}"
 
 
 def missing_advice(module: str) -> str:

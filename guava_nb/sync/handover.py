@@ -10,7 +10,6 @@ from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.errors import GuavaError, WorkerLost
 from guava_nb.sync.replica_set import ReplicaSet
-from guava_nb.sync.state_at_workers import WAYS_ON
 
 __all__ = ["fetch_between_runs", "fetch_of_ended_process", "take_over"]
 
@@ -53,7 +52,8 @@ def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: flo
             return replica_set.fetch(job, timeout_s=timeout_s)
     except NobodyLeft as error:
         raise WorkerLost(
-            f"the workers that hold the state of {replica_set.nth(replica_set.step)} are gone; {replica_set.rest()}. {WAYS_ON}"
+            f"the workers that hold the state of {replica_set.nth(replica_set.step)} are gone; {replica_set.rest()}. "
+            f"{replica_set.ways_on()}"
         ) from error
 
 
@@ -77,9 +77,10 @@ def fetch_of_ended_process(
     with job.attached():
         if not replica_set.find(job, last_step, timeout_s):
             names = ", ".join(map(cluster.name, sorted(job.ready))) or "none"
+            way = replica_set.ways_on()
             raise WorkerLost(
                 f"no worker that is here holds a state of {replica_set.run_id} (here: {names}). Wait for those that trained it, "
-                f"or {WAYS_ON[0].lower()}{WAYS_ON[1:]}"
+                f"or {way[0].lower()}{way[1:]}"
             )
         return replica_set.fetch(job, timeout_s=timeout_s)
 

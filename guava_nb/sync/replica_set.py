@@ -73,7 +73,6 @@ class ReplicaSet(StateAtWorkers):
         predecessor: the replicas of the run that this one goes on from, until they are taken over.
         gone_on_in: the run that took these over.
         on_disk: states that workers may read from their disks where no worker holds the run's.
-        saved_step: the step after which its state was saved to a file; None: what it begins with was trained and not saved.
     """
 
     writer: RowWriter
@@ -94,7 +93,6 @@ class ReplicaSet(StateAtWorkers):
         self.after: tuple[str, int] | None = None
         self.from_seed = self.goes_on = self.is_begun = False
         self.predecessor: ReplicaSet | None = None
-        self.saved_step: int | None = -1  # before the first one nothing was trained
         self.registered: nn.Module | None = None
         self._told = set[str]()
         self._prepared, self._loaded = dict[int, Prepared](), dict[int, StateLoaded]()
@@ -441,7 +439,7 @@ class ReplicaSet(StateAtWorkers):
         """
         made = self._new(run_id, master)
         made.after, made.predecessor, made.master_step = (self.run_id, self.step), self, NOT_HERE
-        made.saved_step = -1 if self.is_saved else None
+        made.saved_step, made.files = -1 if self.is_saved else None, list(self.files)
         made.schedule, made.ticks, made._device_kind = self.schedule, self.ticks, dict(self._device_kind)
         name = f"the state after {self.nth(self.step)} of {self.run_id}"
         if master is self.master:

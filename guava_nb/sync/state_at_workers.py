@@ -6,6 +6,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from guava_nb.cluster.cluster import Cluster
@@ -19,11 +20,11 @@ from guava_nb.sync.beginning import Beginning
 from guava_nb.sync.state_copy import COMING_BYTES, StateCopy, received_bytes, state_in
 from guava_nb.sync.steps_held import StepsHeld
 
-__all__ = ["NOT_HERE", "WAYS_ON", "StateAtWorkers", "StateLate"]
+__all__ = ["NOT_HERE", "StateAtWorkers", "StateLate"]
 
 #: A step that is never committed: the master does not hold the run's state yet.
 NOT_HERE = -2
-WAYS_ON = "Train anew with fresh=True (--fresh), or go on from a checkpoint (--resume)"
+_ANEW = "train anew with fresh=True (--fresh)"
 
 
 class StateLate(WorkerLost):
@@ -47,6 +48,8 @@ class StateAtWorkers(StepsHeld, ABC):
         unit: what a step of these replicas is: "step", or "round" of local steps.
         schedule: settings of the optimizer's groups and state of the scheduler, where a run left all else with its workers.
         ticks: the metric of each tick of a schedule of epochs or validations, in this run and those that it goes on from.
+        saved_step: the step after which its state was saved to a file; None: what it begins with was trained and not saved.
+        files: those that states of this run were written to, and of those that it goes on from; the newest is the last one.
     """
 
     #: Finds the classes that may come in a worker's state.
@@ -66,6 +69,8 @@ class StateAtWorkers(StepsHeld, ABC):
         self.count_ahead: Callable[[int], None] = lambda step: None
         self.schedule: dict[str, Any] | None = None
         self.ticks: list[float | None] = []
+        self.saved_step: int | None = -1  # before the first one nothing was trained
+        self.files: list[Path] = []
         self._requests = itertools.count(1)
         self._awaited: dict[int, int] = {}  # requests whose answer is waited for, and of whom
         self._states: dict[int, tuple[int, dict[str, Any]]] = {}
@@ -137,7 +142,7 @@ class StateAtWorkers(StepsHeld, ABC):
             holders = self.givers(job)
             if not holders:
                 raise WorkerLost(
-                    f"no worker that holds the state of {self.nth(self.step)} is left or answers; {self.rest()}. {WAYS_ON}"
+                    f"no worker that holds the state of {self.nth(self.step)} is left or answers; {self.rest()}. {self.ways_on()}"
                 )
             prompt = [rank for rank in holders if rank not in late]
             if not prompt:
@@ -201,7 +206,8 @@ class StateAtWorkers(StepsHeld, ABC):
         except Exception as error:  # what came has the form of a state, and is none of this model
             who = " and ".join(map(job.cluster.name, ranks))
             raise TrainingError(
-                f"the state of {self.nth(self.step)} from {who} cannot be taken ({type(error).__name__}: {error}). {WAYS_ON}"
+                f"the state of {self.nth(self.step)} from {who} cannot be taken ({type(error).__name__}: {error}). "
+                f"{self.ways_on()}"
             ) from error
         self.master_step = self.step
         return state
@@ -279,6 +285,22 @@ class StateAtWorkers(StepsHeld, ABC):
         self.master.load_state(state)
         self.master_step = self.step
         return name
+
+    def note_saved(self, path: Path, step: int) -> None:
+        """Note that a file has the state after a step."""
+        self.saved_step = step
+        self.files.append(path)
+
+    def newest_file(self) -> Path | None:
+        """Return the file with the newest state of this run that is still there; None where there is none."""
+        return next((file for file in reversed(self.files) if file.is_file()), None)
+
+    def ways_on(self) -> str:
+        """Say how to train on where the workers that hold the state are gone."""
+        file = self.newest_file()
+        if file is None:
+            return f"{_ANEW[0].upper()}{_ANEW[1:]}, or go on from a checkpoint (--resume)"
+        return f"Go on from its newest checkpoint with resume={str(file)!r} (--resume {file}), or {_ANEW}"
 
     def rest(self) -> str:
         """Say which state the orchestrator has."""

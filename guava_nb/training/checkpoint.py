@@ -79,7 +79,8 @@ def write(
             write_durably(path, lambda sink: torch.save(content, sink), size_of(content))  # type: ignore[arg-type]
     except (NotWritten, OSError, RuntimeError) as error:
         raise CheckpointError(
-            f"cannot write {path}: {error}. Choose another place with save_checkpoint(path)"
+            f"cannot write {path}: {error}. Choose another place with save_checkpoint(path) (%guava_save PATH), and for what a "
+            "run saves by itself with checkpoint_dir (--checkpoint-dir)"
         ) from error
 
 

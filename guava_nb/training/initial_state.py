@@ -306,10 +306,10 @@ def from_checkpoint(
         raise CheckpointError(
             f"{path} was made with another optimizer or scheduler, or is damaged ({error}). Use the ones it was made with"
         ) from error
-    saved = content.get("optimizer")
-    if saved is not None and (lacking := unfit(replica_set.master.optimizer, saved)):
+    if (saved := content.get("optimizer")) is not None and (lacking := unfit(replica_set.master.optimizer, saved)):
         raise CheckpointError(f"{path} is a damaged checkpoint: of the optimizer's state {lacking}")
-    replica_set.step = replica_set.master_step = replica_set.saved_step = int(content["step"])
+    replica_set.step = replica_set.master_step = int(content["step"])
+    replica_set.note_saved(path, replica_set.step)
     plan.start = Position(**content["position"])
     if "log" in content:
         name, steps, epochs = content["log"]

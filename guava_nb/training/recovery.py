@@ -289,6 +289,7 @@ class Recovery:
         who = f"{least} workers are needed, {few} are left, and too few" if few else "all workers are gone, and none"
         way_on = self.boundary.snapshots.there.way_on()
         here = self.accounting.snapshot.kept.loss or f"The state of {way_on} is here"
+        here += f" and its newest checkpoint is {file}" if (file := self._replica_set.newest_file()) else ""
         return WorkerLost(
             f"{who} joined within {self.plan.rejoin_timeout_s:g} s ({gone}). {here}: run %guava_worker with the join code on a "
             "machine and train again"
@@ -296,4 +297,5 @@ class Recovery:
 
 
 def _lost_text(num_steps: int, seconds: float) -> str:
-    return f"{num_steps} step{'s' if num_steps > 1 else ''}, {seconds:.0f} s of work,"
+    took = "less than 1 s" if seconds < 1 else f"{seconds:.0f} s"
+    return f"{num_steps} step{'s' if num_steps > 1 else ''}, {took} of work,"

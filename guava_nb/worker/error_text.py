@@ -162,6 +162,11 @@ def _dtype_advice(error: BaseException, precision: str) -> str:
             "Double is float64, which is what NumPy makes of decimal numbers. To compute in it, train with precision='fp64' "
             "(--precision fp64); else make float32 of the data, in the data set or in preprocess (inputs.float())"
         )
+    if _FLOAT64.search(text) and "float and double" in text.lower():
+        return (
+            "precision='fp64' (--precision fp64) makes float64 of model and data, and something here makes float32 again: leave "
+            "float() out of forward and preprocess, or the precision out of the run"
+        )
     if _WHOLE.search(text):
         return "Whole numbers met floating-point ones: make floats of them in the data set or in preprocess (inputs.float())"
     return ""

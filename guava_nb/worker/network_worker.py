@@ -153,7 +153,7 @@ class NetworkWorker:
         self.model = None if own is None else own.model
         options = link_options(config or DistributedConfig())
         self._member = WorkerSession(code, self.device, name, own=own, options=options, report=self._report)
-        self._told = ""
+        self._is_away = False  # as it was told
 
     @staticmethod
     def listen(**arguments: Any) -> ListeningWorker:
@@ -173,10 +173,10 @@ class NetworkWorker:
 
     def _report(self, state: str, step: int, detail: str) -> None:
         """Warn once each time that the orchestrator is away: this call shows nothing else, and may need a new code."""
-        away = detail if state == "reconnecting" else ""
-        if away and away != self._told:
-            log.warning("%s", away)
-        self._told = away
+        is_away = state == "reconnecting"
+        if is_away and not self._is_away:
+            log.warning("%s", detail)
+        self._is_away = is_away
 
     def redirect(self, code: JoinCode | str) -> None:
         """Dial the same session by another code from now on, as when a tunnel got another address; from any thread.

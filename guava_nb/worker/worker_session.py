@@ -437,7 +437,7 @@ class WorkerSession:
             self.loop.end()
         elif isinstance(event, SessionSuspect):
             with self._telling:
-                self._tell(_waiting(event.session, event.cause))
+                self._tell(_waiting(event.session, event.cause, self._options.rejoin_s))
         elif isinstance(event, SessionResumed):
             with self._telling:
                 self._tell("")
@@ -461,11 +461,11 @@ class WorkerSession:
             self._session.progress.last_generation, self._session.progress.last_step = generation, step
 
 
-def _waiting(session: SessionHandle, cause: GuavaError) -> str:
-    """What a worker waits for whose connection broke, and how long."""
+def _waiting(session: SessionHandle, cause: GuavaError, rejoin_s: float) -> str:
+    """What a worker waits for whose connection broke, and how long in all: for this session, and then to join again."""
     if not isinstance(session, DialledSession):
         return str(cause)
-    sentence = f"{cause}; dialling again for up to {session.waits_s:g} s"
+    sentence = f"{cause}; this worker keeps what it holds, and dials again for up to {session.waits_s + rejoin_s:g} s"
     return f"{sentence}; {NEW_CODE_NEEDED}" if session.is_tunnelled else sentence
 
 

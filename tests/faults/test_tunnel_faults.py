@@ -171,7 +171,7 @@ def test_at_another_address_workers_go_on_by_the_new_code(pair: Pair) -> None:
         assert orch.open() == new and orch.status().address == new.address
         eventually(lambda: pair.worker.handle.status().state == "reconnecting", 20, "it waits")
         told = pair.worker.handle.status().detail
-        assert "dialling again for up to 300 s; a new join code may be needed" in told
+        assert "this worker keeps what it holds, and dials again for up to 600 s; a new join code may be needed" in told
         stranger = JoinCode.new("127.0.0.1", new.port, new.fingerprint, b"another 16 bytes").encode()
         for wrong, words in ((stranger, "belongs to another session"), (new.encode()[:-7], "is cut off")):
             with pytest.raises(JoinCodeError, match=words):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.test_two_kernels import DATA, SHARE
+from guava_nb.protocol.joincode import JoinCode
+from tests.integration.test_two_kernels import DATA, SHARE, open_session
 from tests.support.kernels import Kernel
 
 LOSSES = """%%guava_share --name losses
@@ -178,3 +182,118 @@ def _on_other_lines(kernel: Kernel, folder: Path) -> None:
     assert "stopped" in kernel.run("%guava_down")
     assert "Nothing was open" in kernel.run("%guava_down")
     kernel.run("%guava_up --workers 1")
+
+
+SECOND_LOADERS = """
+def rows(inputs, targets, size=64):
+    return DataLoader(TensorDataset(inputs, targets), size)
+
+one, double = rows(images, labels, 1), rows(images.double(), labels)
+hot, column = rows(images, nn.functional.one_hot(labels, 10)), rows(images, labels[:, None])
+alone, named = DataLoader(TensorDataset(images), 64), DataLoader([{"x": images[0], "y": labels[0]}] * 9, 3)
+"""
+SECOND_MODELS = """%%guava_share --name seconds
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+
+    def forward(self, x):
+        return self.body(x.float())
+
+class Raw(Normed):
+    def forward(self, x):
+        return self.body(x)
+"""
+#: Model, data and further words of a line behind a session with one worker.
+TRAINED = [
+    ("Normed", "one", "", "got one value per channel"), ("Raw", "double", "", "float32 of the data"),
+    ("Normed", "hot", "", "do not fit the targets [64, 10]"), ("Normed", "column", "", "flatten both or neither"),
+    ("Normed", "alone", "", "give a step instead"), ("Normed", "named", "", "give a step instead"),
+    ("Net", "train", "--precision fp64", "leave float() out of forward"), ("Net", "train", "--amp", "--precision bf16 does it"),
+    ("Net", "train", "--scheduler cosine --fresh", "did you mean 'CosineAnnealingLR'?"),
+    ("guava_nb.foo:Net", "train", "", "'guava_nb' is installed on this machine and has no module 'foo'"),
+    ("Net", "train", "--val test --metrics acuracy", "accuracy are measured without being named"),
+    ("Net", "train", "--checkpoint-dir /sys", "/sys takes no files"),
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path | None]:
+    """A disk with room for 64 KiB; None where this user may mount none."""
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], stderr=subprocess.DEVNULL, check=False
+    )
+    try:
+        yield folder if made.returncode == 0 else None
+    finally:
+        if made.returncode == 0:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.timeout(240)
+def test_mistakes_between_notebooks_and_on_a_full_disk(tmp_path: Path) -> None:
+    notebook = {"XDG_STATE_HOME": str(tmp_path / "state"), "JPY_SESSION_NAME": "one.ipynb"}
+    laptop, other = Kernel(**notebook), Kernel(**notebook)
+    try:
+        for kernel in (laptop, other):
+            kernel.run("%load_ext guava_nb")
+        answer(laptop, "%guava_up --tunnel ngrok", "set the environment variable NGROK_AUTHTOKEN")
+        laptop.run(DATA)
+        code, _ = open_session(laptop, "--workers 1")
+        second = other.run("%guava_up --workers 1")
+        assert "Another kernel has a session of this notebook open" in second and code not in second, second
+        other.run("%guava_down")
+        _join_in_vain(other, code)
+        answer(laptop, f"%guava_worker {code}", "this code is of this notebook's own session")
+        laptop.run("%guava_up --local 1")
+        for cell in (SHARE, SECOND_MODELS, SECOND_LOADERS):
+            laptop.run(cell)
+        for model, data, words, wanted in TRAINED:
+            answer(laptop, f"{TRAIN.replace('Net', model).replace('train --loss', f'{data} --loss')} {words}", wanted)
+        answer(laptop, "%%guava_px\nimport not_installed_xyz", "%guava_pip installs it here")
+        laptop.run(f"{TRAIN} --max-steps 1")
+        answer(laptop, "%guava_save /sys/net.pt", "Choose another place with save_checkpoint(path) (%guava_save PATH)")
+        with small_disk(tmp_path / "disk") as disk:
+            if disk is not None:
+                _on_a_full_disk(laptop, disk)
+        laptop.run("%guava_down")
+        answer(other, f"%guava_worker {code}", "the session of this code was closed")
+    finally:
+        for kernel in (laptop, other):
+            kernel.close()
+    if disk is None:
+        pytest.skip("the full disk needs the right to mount one; all else was answered")
+
+
+def _join_in_vain(kernel: Kernel, code: str) -> None:
+    right = JoinCode.decode(code)
+    for device in ("cuda:31", "cuda:99"):
+        answer(kernel, f"%guava_worker {code} --device {device}", "here are: cpu")
+    for host, port, pin, secret, wanted in [
+        (right.host, right.port, right.fingerprint, b"of another notebk", "it does not know this join code"),
+        (right.host, right.port, b"x" * 16, right.secret, "a session that was closed and opened again"),
+        (right.host, 1, right.fingerprint, right.secret, "no session listens here"),
+        ("no.such.host.example", 1, right.fingerprint, right.secret, "is this machine online"),
+    ]:
+        told = answer(kernel, f"%guava_worker {JoinCode.new(host, port, pin, secret[:16]).encode()}", wanted)
+        assert ".;" not in told and secret.hex() not in told, told
+    answer(kernel, f"%guava_worker {code[:-3]}", "the join code is cut off")
+
+
+def _on_a_full_disk(kernel: Kernel, disk: Path) -> None:
+    answer(kernel, f"%guava_save {disk}/net.pt", "No space left on device: it needs more than")
+    assert list(disk.iterdir()) == []
+    kernel.run(f"filled = open({str(disk / 'filled')!r}, 'wb'); filled.write(bytes(65536)); filled.flush()")
+    answer(kernel, f"%guava_save {disk}/net.pt", "are free in")
+    answer(kernel, f"%guava_export {disk}/train.py", "No space left on device; make room, or give another path")
+    answer(kernel, f"%guava_runs --csv {disk}/runs.csv", "No space left on device; name another file")
+    answer(
+        kernel,
+        f"%guava_predict --data test --path {disk}/found --full",
+        "give a path on a larger disk, or ask for less",
+    )
+    told = kernel.run(f"{TRAIN} --epochs 1 --save-every 5 --log csv --checkpoint-dir {disk} --out full")
+    assert told.count("was not saved: No space left on device") == 1 and "checkpoints of run-" in told, told
+    assert "cannot be written now" in told and kernel.run("full.state").strip() == "'done'", told

@@ -150,7 +150,7 @@ def train_behind_ssh(server: sshd.Sshd, laptop: Island, gpu: Island) -> None:
         there.wait_for("a new join code may be needed")
         there.interrupt()
         status, text = working()
-        assert status == "error" and "%guava_worker NEWCODE" in text and "Traceback" not in text, text
+        assert status == "ok" and "%guava_worker NEWCODE" in text and "Traceback" not in text, text
         working = there.start(f"%guava_worker {moved[0]}")
         eventually(lambda: "gpu: connection is back" in here.run("%guava_status"), 30, "it is back")
         assert "gpu" in here.run(f"{TRAIN} --fresh --out run")

@@ -312,7 +312,7 @@ def test_it_goes_on_by_a_new_code_and_says_that_it_waits_for_one(
             eventually(lambda: len(run.history) > 5, 30, "it trains")
             relay.refuse()
             relay.cut_all()
-            eventually(lambda: "dialling again for up to 30 s" in caplog.text, 20, "it says so")
+            eventually(lambda: "dials again for up to 330 s" in caplog.text, 20, "it says so")
             with pytest.raises(JoinCodeError, match="another session"):
                 worker.redirect(JoinCode.new("127.0.0.1", code.port, code.fingerprint))
             worker.redirect(code)
@@ -322,3 +322,5 @@ def test_it_goes_on_by_a_new_code_and_says_that_it_waits_for_one(
             worker.leave()
             thread.join(20)
     assert ends == ["it was asked to leave"]
+    waits = [record.getMessage() for record in caplog.records if record.name == "guava_nb.worker.network_worker"]
+    assert len(waits) == 1, "the new code that it dials then is no further sentence"

@@ -119,6 +119,8 @@ class Runs:
             try:
                 path.write_bytes(make())
             except OSError as problem:
-                raise UsageError(f"{given} cannot be written: {problem.strerror or problem}") from None
+                raise UsageError(
+                    f"{given} cannot be written: {problem.strerror or problem}; name another file"
+                ) from None
             said.append(f"Written to {path}.")
         return said

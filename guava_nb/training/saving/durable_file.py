@@ -118,6 +118,8 @@ def _why(path: Path, error: OSError | RuntimeError, needed_bytes: int) -> str:
     if not isinstance(error, OSError) or error.errno not in _FULL:
         return said
     with contextlib.suppress(OSError):
-        free = show_bytes(shutil.disk_usage(path.parent).free)
-        return f"{said}: it needs {show_bytes(needed_bytes)}, and {free} are free in {path.parent}"
+        free = shutil.disk_usage(path.parent).free
+        # The values were counted, without what is around them in the file.
+        more = "more than " if needed_bytes <= free else ""
+        return f"{said}: it needs {more}{show_bytes(needed_bytes)}, and {show_bytes(free)} are free in {path.parent}"
     return f"{said}: it needs {show_bytes(needed_bytes)}"

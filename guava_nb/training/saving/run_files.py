@@ -54,6 +54,7 @@ class RunFiles:
         self._base, self._log_mark = plan.base, plan.log_mark
         self._writer: threading.Thread | None = None
         self._is_writing = self._told_slow = False
+        self._num_failed = 0  # since the last one that was written
         self._written: dict[str, list[Path]] = {}
 
     def begin(self, kind: str) -> None:
@@ -68,10 +69,7 @@ class RunFiles:
         step = self._place.steps
         path = self._folder / "-".join(filter(None, (self.name, kind, f"step-{step}.pt")))
         if free < needed:
-            self._notice(
-                f"{path} was not saved: its copy needs {show_bytes(needed)} of memory, and {show_bytes(free)} are free here. "
-                "The run goes on"
-            )
+            self._failed(path, f"its copy needs {show_bytes(needed)} of memory, and {show_bytes(free)} are free here")
             return
         state, place = master.state(), self._place.where()
         write = partial(checkpoint.write, path, state, step - 1, place, self._replica_set.spec, self.extras)
@@ -94,12 +92,19 @@ class RunFiles:
         """
         held, place = self._replica_set, self._place
         checkpoint.write(path, held.master.state(), place.steps - 1, place.where(), held.spec, self.extras)
-        held.saved_step = held.master_step
+        held.note_saved(path, held.master_step)
 
     def finish(self) -> None:
         """Wait until the last file is whole, or was given up."""
         if self._writer is not None:
             self._writer.join()
+        if self._num_failed > 1:
+            newest = self._replica_set.newest_file()
+            self._notice(
+                f"the last {self._num_failed} checkpoints of {self.name} were not saved; "
+                + (f"the newest that is there is {newest}" if newest else "no other one is there")
+                + ": save_checkpoint(path) (%guava_save PATH) writes the state of now"
+            )
 
     def _finish_last(self) -> None:
         if self._is_writing and not self._told_slow:
@@ -114,15 +119,24 @@ class RunFiles:
         try:
             write()
         except CheckpointError as error:
-            self._notice(f"{path} was not saved: {error}. The run goes on")
+            self._failed(path, str(error).removeprefix(f"cannot write {path}: "))
         except Exception as error:
-            self._notice(f"{path} was not saved ({type(error).__name__}: {error}). The run goes on")
+            self._failed(path, f"{type(error).__name__}: {error}")
         else:
-            self._replica_set.saved_step = held_step
+            if self._num_failed > 1:
+                self._notice(f"{path} is saved; {self._num_failed} checkpoints before it were not")
+            self._num_failed = 0
+            self._replica_set.note_saved(path, held_step)
             self._let_go_of_older(path, kind)
         finally:
             self._is_writing = False
             self._job.post(Wake())
+
+    def _failed(self, path: Path, why: str) -> None:
+        """Tell the first one that is not saved; a full disk stays full, and a night has many of them."""
+        self._num_failed += 1
+        if self._num_failed == 1:
+            self._notice(f"{path} was not saved: {why}. The run goes on; how many more were not saved is told later")
 
     def _let_go_of_older(self, path: Path, kind: str) -> None:
         written = self._written.setdefault(kind, [])

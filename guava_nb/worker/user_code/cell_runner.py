@@ -32,6 +32,7 @@ from guava_nb.protocol.messages import (
     RunProgram,
 )
 from guava_nb.spec.cell_checks import file_name, source_lines
+from guava_nb.spec.missing_modules import absent_part, missing_package
 from guava_nb.spec.plain_values import pack_values, unpack_values
 from guava_nb.worker.error_text import NOTE, error_text, lost_device, trace_text
 from guava_nb.worker.process_group import GroupSeat
@@ -230,12 +231,21 @@ class CellRunner:
 
     def _failed(self, request_id: int, error: BaseException) -> tuple[CodeRan, str]:
         lost = lost_device(error)
-        text = f"{error_text(error)}. {NOTE}" if lost else error_text(error)
+        text = f"{error_text(error)}. {NOTE}" if lost else f"{error_text(error)}{_import_hint(error)}"
         trace = "" if isinstance(error, ConfigError | KeyboardInterrupt | ProgramEnded) else trace_text(error)
         kind = type(error).__name__
         if self._in_program and self._seat is not None and self._seat.broken_by(error):
             kind = GroupBroken.__name__  # another rank's end, and no error of this one's code
         return CodeRan(request_id=request_id, type_name=kind, text=text, traceback=trace), lost
+
+
+def _import_hint(error: BaseException) -> str:
+    """What to do where a module is not here; "" for other errors."""
+    if part := absent_part(error):
+        return f"; {part}"
+    if name := missing_package(error):
+        return f"; where {name} is a package, %guava_pip installs it here, and where it is a file of yours, %guava_files sends it"
+    return ""
 
 
 class _RandomStateOfCells:

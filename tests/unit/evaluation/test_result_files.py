@@ -191,9 +191,9 @@ def test_rows_without_ids_stay_as_they_came() -> None:
 def test_what_cannot_fit_is_refused_with_the_arithmetic_before_anything_is_asked(tmp_path: Path) -> None:
     rows_of_all = 10**15
     assert least_row_bytes(Wanted(3, 0.5)) == 8 + 36 + 1 and least_row_bytes(Wanted(full=True)) is None
-    with pytest.raises(ConfigError, match=r"1,000,000,000,000,000 rows x 20 bytes = 20,000,000,000 MB.*give path="):
+    with pytest.raises(ConfigError, match=r"1,000,000,000,000,000 rows x 20 bytes = 20.0 PB, and .*give path="):
         Prediction(Wanted(), MemoryResults(None), rows_of_all)
-    with pytest.raises(ConfigError, match=r"MB are free in the disk of"):
+    with pytest.raises(ConfigError, match=r"B are free in the disk of"):
         Prediction(Wanted(), DiskResults(tmp_path, ASKED, False), rows_of_all)
     assert Prediction(Wanted(), MemoryResults(None), None).estimated_bytes is None
     assert Prediction(Wanted(), MemoryResults(None), 10).estimated_bytes == 200

@@ -467,6 +467,10 @@ def test_detach_returns_at_once_and_stop_ends_it(notebook: Any) -> None:
         ("--model Net --loss L --data loader --budget 900", "'900' has no unit: write 900MB"),
         ("--model Net --loss L --data loader --budget 900Mbit", "'Mbit' is no unit of bytes"),
         ("--model Net --loss L --data loader --save x.pt", "--save needs --budget"),
+        ("--model Net --loss L --data loader --batch-size 32", "--batch-size is an option of the DataLoader"),
+        ("--model Net --loss L --data loader --mode pipeline", "%guava_mode pipeline chooses one"),
+        ("--model Net --loss L --data loader --tp 2", "--tp is an option of %guava_mode"),
+        ("--model Net --loss L --data loader --amp", "--precision bf16 does it"),
     ],
 )
 def test_each_mistake_is_one_line_and_starts_nothing(notebook: Any, rest: str, said: str) -> None:

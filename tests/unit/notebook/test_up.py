@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from guava_nb.cluster.session_file import SessionFile
 from guava_nb.doctor.memory import WORKER_BYTES, Memory
 from guava_nb.notebook import magics
 from guava_nb.notebook import notebook_session as session
@@ -138,3 +140,16 @@ def test_those_that_are_late_are_told(notebook: Any, monkeypatch: pytest.MonkeyP
 def test_tab_offers_launchers(notebook: Any) -> None:
     assert {"ssh:", "slurm:"} == set(notebook.complete("%guava_up --on s"))
     assert "--on NAME:WHAT" in notebook.run("%guava_up -h").text
+
+
+def test_a_second_kernel_of_one_notebook_is_told_that_there_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert opening._usable_session_file() == str(opening.session_file()) and capsys.readouterr().out == ""
+    other = SessionFile.take(opening.session_file())
+    try:
+        assert opening._usable_session_file() == str(opening.session_file())
+        assert "Another kernel has a session of this notebook open" in capsys.readouterr().out
+    finally:
+        other.release(forget=True)

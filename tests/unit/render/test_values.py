@@ -30,6 +30,7 @@ from guava_nb.render.values import (
         (show_bytes(999_999), "1.0 MB"),
         (show_bytes(2**40), "1.1 TB"),
         (show_seconds(None), "not measured"),
+        (show_seconds(0.0), "0 s"),
         (show_seconds(0.00034), "340 µs"),
         (show_seconds(0.0123), "12.3 ms"),
         (show_seconds(0.99999), "1 s"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from guava_nb.spec.missing_modules import missing_advice
+from guava_nb.spec.missing_modules import absent_part, missing_advice, missing_package
 
 
 def install(folder: Path, distribution: str, module: str, url: str | None) -> None:
@@ -59,3 +61,43 @@ def test_nothing_is_guessed_of_a_module_that_is_unknown_here() -> None:
 def test_a_known_package_of_this_machine() -> None:
     assert "numpy" in metadata.packages_distributions()
     assert missing_advice("numpy.linalg").startswith("run  %pip install numpy  there")
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "said"),
+    [
+        ("guava_nowhere.part", "guava_nowhere", ""),
+        (
+            "guava_nb.notebok",
+            "",
+            "'guava_nb' is installed on this machine and has no module 'notebok' in it; did you mean 'guava_nb",
+        ),
+        (
+            "guava_nb.spec.qqq.deeper",
+            "",
+            "'guava_nb.spec' is installed on this machine and has no module 'qqq' in it; another vers",
+        ),
+        (
+            "json.part",
+            "",
+            "'json' is installed on this machine and has no module 'part' in it; another version of it may",
+        ),
+        ("abc.part", "", "'abc' is installed on this machine and has no module 'part' in it"),
+        ("guava_parts_apart.one", "guava_parts_apart", ""),  # parts of such a folder may come in packages of their own
+    ],
+)
+def test_a_part_that_a_package_does_not_have_is_no_missing_package(
+    folder: Path, name: str, missing: str, said: str
+) -> None:
+    (folder / "guava_parts_apart").mkdir()
+    with pytest.raises(ModuleNotFoundError) as raised:
+        importlib.import_module(name)
+    sys.modules.pop("guava_parts_apart", None)
+    importlib.invalidate_caches()
+    assert missing_package(raised.value) == missing
+    assert absent_part(raised.value).startswith(said) and bool(absent_part(raised.value)) == bool(said)
+
+
+def test_other_errors_tell_of_no_module() -> None:
+    for error in (None, ValueError("guava_nb.x"), ImportError("cannot import name", name="guava_nb")):
+        assert (missing_package(error), absent_part(error)) == ("", "")

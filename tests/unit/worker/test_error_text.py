@@ -119,6 +119,12 @@ def test_data_that_does_not_fit_the_model_is_told_with_what_to_do(work: Callable
     assert told.startswith(str(raised.value).rstrip(".")) and way in told
 
 
+def test_a_run_in_float64_tells_what_makes_float32_again() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.nn.Linear(2, 2).double()(torch.zeros(1, 2))
+    assert "leave float() out of forward" in advised_text(raised.value, FLOAT64)
+
+
 def test_other_errors_are_told_as_they_are() -> None:
     for error, of_run in (
         (RuntimeError("mat1 and mat2 must have the same dtype, but got Half and Float"), FLOAT32),

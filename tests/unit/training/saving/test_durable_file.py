@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -48,11 +49,23 @@ def test_a_disk_that_is_full_at_any_byte_leaves_the_old_file_and_nothing_else(
             write_durably(path, write_parts, 8)
         else:
             with pytest.raises(
-                NotWritten, match=r"No space left on device: it needs 3.0 GB, and .+B are free in .+disk"
+                NotWritten, match=r"No space left on device: it needs (more than )?3.0 GB, and .+B are free in .+disk"
             ):
                 write_durably(path, write_parts, 3 * 10**9)
     assert path.read_bytes() == (b"abcdefgh" if room >= 8 else b"old")
     assert [one.name for one in path.parent.iterdir()] == ["it.pt"]
+
+
+@pytest.mark.parametrize(
+    ("free", "told"), [(10**9, "it needs 3.0 GB, and 1.0 GB are"), (4 * 10**9, "more than 3.0 GB, and 4.0")]
+)
+def test_a_size_that_the_disk_seems_to_have_room_for_is_told_as_too_small(
+    free: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable_file.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(durable_file.os, "write", FullDisk(0))
+    with pytest.raises(NotWritten, match=told):
+        write_durably(tmp_path / "it.pt", write_parts, 3 * 10**9)
 
 
 def test_file_and_folder_reach_the_disk_before_and_after_the_name(

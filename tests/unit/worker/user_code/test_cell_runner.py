@@ -63,6 +63,14 @@ def test_an_error_has_the_user_s_lines_alone() -> None:
     assert Runner().run("raise SystemExit(3)")[0].type_name == "SystemExit"
 
 
+def test_an_import_that_fails_says_what_brings_the_module() -> None:
+    made = Runner()
+    assert "%guava_pip installs it here" in made.run("import guava_nowhere.part")[0].text
+    told = made.run("import guava_nb.notebok")[0].text
+    assert "has no module 'notebok' in it" in told and "guava_pip" not in told
+    assert made.run("from guava_nb import nothing_of_it")[0].text.startswith("cannot import name")
+
+
 def test_what_is_missing_or_too_large_is_told_and_does_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Runner()
     made.run("weights = 1")
