@@ -29,7 +29,7 @@ from guava_nb.replica.replica import Replica
 from guava_nb.replica.rounds.local_replica import whole_replica
 from guava_nb.spec.hub_name import is_on_hub
 from guava_nb.spec.training_options import OF_SESSION, Reference, TrainingOptions
-from guava_nb.sync.handover import fetch_between_runs, fetch_of_ended_process
+from guava_nb.sync.handover import fetch_between_runs, fetch_of_ended_process, keep_own_between_runs
 from guava_nb.sync.replica_set import ReplicaSet, begin_building
 from guava_nb.sync.resident_replica_set import ResidentReplicaSet, adopt, is_own
 from guava_nb.sync.state_at_workers import StateLate
@@ -181,11 +181,11 @@ class ReplicaSets:
             CheckpointError: nothing was trained yet, or the file cannot be written.
             WorkerLost: the workers that hold the state are gone.
         """
-        trained = self.trained or self._replaced
-        if trained is None or job is None:
+        if (trained := self.trained or self._replaced) is None or job is None:
             raise CheckpointError("no run was started here: train, or take up the last kernel's run (--resume session)")
         if job.run.done:
             state = self.fetch(trained)
+            keep_own_between_runs(trained, self._cluster())
             checkpoint.write(path, state, trained.step, job.where(trained.step), trained.spec, job.files.extras)
             trained.saved_step = trained.step
             RunRecord.note_saved(self._run_path(), trained.step)
@@ -261,7 +261,7 @@ class ReplicaSets:
         self._notices.add(f"{last.run_id} goes on after step {made.step + 1}, which a worker kept")
         content = {
             **state, "step": made.step, "position": {name: getattr(place, name) for name in Position.__slots__},
-            "spec": last.spec, **({"log": last.log} if last.log else {}),
+            "spec": last.spec, **({"log": last.log} if last.log else {}), **({"own": made.own.record} if made.own else {}),
         }  # fmt: skip
         return checkpoint.Loaded(Path(f"what the workers hold of {last.run_id}"), content)
 

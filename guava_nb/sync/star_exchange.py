@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from msgspec.structs import replace
@@ -35,22 +35,27 @@ _Values = TypeVar("_Values", SumBucket, ParameterBucket)
 
 _WIRE = (
     "{0} of several workers travel as {1}: what a message leaves out is sent with the next one. A worker that "
-    "leaves or is lost takes its rest with it, and so does the end of this run: {2}"
+    "leaves or is lost takes its rest with it: {2}"
 )
 _ROUNDING = "at most the rounding of one {0}'s {1}"
 _OVERLAP = (
     "While the pseudo-gradients of a round travel, each worker takes {0} steps of the next one with its own weights (sync_delay, "
-    "--sync-delay). These are in no checkpoint and go with no hand-over: a worker that joins, and a run that resumes, begin a "
-    "round with the common weights"
+    "--sync-delay). These stay with it: a worker that joins begins a round with the common weights"
 )
 _SPARSE = "with sparse messages that is what several rounds came to, and it is told how much"
 
 
-class StarExchange(StepExchange[Replicas]):
+class StarReplicas(Replicas, Protocol):
+    """As much of replicas that meet at the hub as their exchange needs."""
+
+    sums: BucketWire  # how sums travel, with what they left out so far
+
+
+class StarExchange(StepExchange[StarReplicas]):
     """Whole replicas: shards go out, buckets come in and are summed here. See `StepExchange`."""
 
     def __init__(
-        self, job: Job, replicas: Replicas, on_commit: OnCommit, on_applied: OnApplied, credit: SendCredit
+        self, job: Job, replicas: StarReplicas, on_commit: OnCommit, on_applied: OnApplied, credit: SendCredit
     ) -> None:
         """Handle the exchange's messages in that job.
 
@@ -59,7 +64,7 @@ class StarExchange(StepExchange[Replicas]):
         """
         super().__init__(job, replicas, on_commit, on_applied, credit)
         self._at_orchestrator = replicas.spec.optimizer_site == "orchestrator"
-        self._wire = BucketWire(replicas.master.layout, message_format(replicas.spec)[0])  # of the sums
+        self._wire = replicas.sums
         if not self._wire.is_exact:
             job.cluster.notice(_how_it_travels(replicas.spec))
         rounds = replicas.spec.rounds

@@ -24,6 +24,7 @@ from guava_nb.spec.cell_checks import cells_behind
 from guava_nb.spec.cells import resolve
 from guava_nb.spec.own_code import is_own
 from guava_nb.sync.group_replica_set import GroupReplicaSet
+from guava_nb.sync.own_state import OwnParts
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
@@ -96,6 +97,8 @@ GOES_ON = "goes on from the weights of the last run{}{}; --fresh (fresh=True) st
 SCHEDULE_GOES_ON = (
     ". Its schedule goes on, too, with the learning rate at which that run ended, not with that of a new optimizer"
 )
+#: What of a record says how messages of rounds travel: what they left out is of use to messages of the same kind.
+_MESSAGES = ("rounds", "wire", "bucket_bytes")
 _STATES = ("model", "buffers", "optimizer", "scheduler", "scaler", "outer")
 
 
@@ -311,6 +314,11 @@ def from_checkpoint(
         raise CheckpointError(f"{path} is a damaged checkpoint: of the optimizer's state {lacking}")
     replica_set.step = replica_set.master_step = replica_set.saved_step = int(content["step"])
     plan.start = Position(**content["position"])
+    if "own" in content:
+        made, now = content["spec"], {name: msgspec.to_builtins(getattr(spec, name)) for name in _MESSAGES}
+        is_like = all(made.get(name) == now[name] for name in _MESSAGES)
+        own = {**content["own"], "sums": content["own"]["sums"] if is_like else {}}
+        replica_set.go_on_with(OwnParts(**own, step=replica_set.step))
     if "log" in content:
         name, steps, epochs = content["log"]
         plan.logged = Logged(Path(name).name, steps, epochs, steps + int(content["step"]) + 1)
