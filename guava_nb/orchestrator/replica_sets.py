@@ -46,7 +46,7 @@ from guava_nb.training.initial_state import (
     unlike,
 )
 from guava_nb.training.job import TrainingJob
-from guava_nb.training.plan import Position, TrainingPlan
+from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.saving.frozen_base import digests_of
 from guava_nb.training.saving.weights_file import fitting_weights
 from guava_nb.training.schedule_check import check_schedule
@@ -186,7 +186,8 @@ class ReplicaSets:
         if job.run.done:
             state = self.fetch(trained)
             keep_own_between_runs(trained, self._cluster())
-            checkpoint.write(path, state, trained.step, job.where(trained.step), trained.spec, job.files.extras)
+            at, place = job.accounting.steps_after(trained.step) - 1, job.where(trained.step)
+            checkpoint.write(path, state, at, place, trained.spec, job.files.extras)
             trained.saved_step = trained.step
             RunRecord.note_saved(self._run_path(), trained.step)
             return
@@ -257,12 +258,8 @@ class ReplicaSets:
         made.run_id = last.run_id
         state = fetch_of_ended_process(made, last.last_step, self._cluster(), self._patience_s())
         self._past.launched(last.run_id)
-        place = last.position(made.step)
-        self._notices.add(f"{last.run_id} goes on after step {made.step + 1}, which a worker kept")
-        content = {
-            **state, "step": made.step, "position": {name: getattr(place, name) for name in Position.__slots__},
-            "spec": last.spec, **({"log": last.log} if last.log else {}), **({"own": made.own.record} if made.own else {}),
-        }  # fmt: skip
+        self._notices.add(f"{last.run_id} goes on after {made.nth(made.step)}, which a worker kept")
+        content = {**state, **last.content(made.step), **({"own": made.own.record} if made.own else {})}
         return checkpoint.Loaded(Path(f"what the workers hold of {last.run_id}"), content)
 
     def _new(self, composed: Composed, options: TrainingOptions, resumes: bool) -> ReplicaSet:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -26,7 +27,8 @@ __all__ = [
 MOST_WORKERS = 1 << 12
 
 
-class OwnParts(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class OwnParts:
     """What each worker keeps on its disk, beside a checkpoint, of what only it has.
 
     Attributes:

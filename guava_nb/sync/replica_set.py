@@ -178,10 +178,10 @@ class ReplicaSet(StateAtWorkers):
         job.cluster.roster.generation += 1  # the answer to an earlier order may still come, and is not that to this one
         self._building.update(dict.fromkeys(asked, attempt := job.cluster.roster.generation))
         self._keep = self._to_keep()
-        wanted = self._proves and self.spec.parallel is None, self.on_disk.numbers, self.own_numbers
+        wanted, numbers = self._proves and self.spec.parallel is None, (self.on_disk.numbers, self.own_numbers)
         there = (self.run_id, -1) if self.is_begun and not self._keep[0] else self._keep
         self.is_begun = False  # once: from here on they train it
-        order = Prepare(self.run_id, self.cells, self.spec, attempt, *there, *wanted)
+        order = Prepare(self.run_id, self.cells, self.spec, attempt, *there, wanted, *numbers)
         job.cluster.send_all(asked, order)
         _ = self._proves and self._own_digest  # while they build
         return asked
