@@ -415,7 +415,7 @@ class ReplicaSet(StateAtWorkers):
             tree, buffers = pack(dict(state() if callable(state) else state))
             for rank in sent:
                 message = LoadState(self.run_id, generation, step, tree, True, ticks, self._dealt.get(rank, 0))
-                job.cluster.send(rank, message, buffers)
+                job.cluster.send_all([rank], message, buffers)
         if proved:
             tree, buffers = pack(self.master.state(model=False))
             job.cluster.send_all(proved, LoadState(self.run_id, generation, step, tree, False, ticks), buffers)

@@ -19,7 +19,15 @@ from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import GuavaError, TrainingError
 from guava_nb.hub.bucket_sum import is_finite, square_sum
-from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, ParameterBucket, RunSpec, SumBucket
+from guava_nb.protocol.messages import (
+    Commit,
+    FlatTensor,
+    GradientBucket,
+    ParameterBucket,
+    RunSpec,
+    ShardReport,
+    SumBucket,
+)
 from guava_nb.replica.buckets import BUFFERS, BucketWire, message_format
 from guava_nb.replica.buffer_merge import BufferMerge
 from guava_nb.replica.optimizer import ApplyFailed
@@ -91,11 +99,20 @@ class StarExchange(StepExchange[StarReplicas]):
         return [weight / total for weight in weights]
 
     def adopt(self, available: Collection[int]) -> None:
-        """Give the unfinished shards of members that are not available to those that are."""
+        """Give the unfinished shards of members that are not available to those that are.
+
+        A round's shard takes long: one whose worker may come back is given away when all others are through.
+        """
+        away = self._job.suspects - self._job.slow.keys() if self._replicas.spec.rounds is not None else set[int]()
         for in_flight in list(self.in_flight.values()):
-            survivors = [rank for rank in available if rank in in_flight.members]
-            for owner in sorted({task.owner for task in in_flight.machine.tasks} - set(available)):
-                self._carry_out(in_flight, in_flight.machine.on_away(owner, survivors))
+            survivors, machine = [rank for rank in available if rank in in_flight.members], in_flight.machine
+            spared = away if machine.owing().intersection(survivors) else set()
+            for owner in sorted({task.owner for task in machine.tasks} - set(available) - spared):
+                self._carry_out(in_flight, machine.on_away(owner, survivors))
+
+    def _adopt_late(self) -> None:
+        if self._job.suspects and self._replicas.spec.rounds is not None:
+            self.adopt(sorted(self._job.ready))
 
     def give_up(self, but_applied_first: bool = False) -> None:
         """Forget all steps in flight, and what their sums left out; see `StepExchange.give_up`."""
@@ -128,6 +145,11 @@ class StarExchange(StepExchange[StarReplicas]):
                 of_senders = self._replicas.master.layout.bucket(message.bucket).is_mean_of_senders
                 in_flight.add(message.bucket, message.shard, tensor, message.present, of_senders)
         self._carry_out(in_flight, instructions)
+        self._adopt_late()
+
+    def _on_ready(self, rank: int, message: ShardReport, payload: memoryview) -> None:
+        super()._on_ready(rank, message, payload)
+        self._adopt_late()
 
     def _merge_of(self, in_flight: StepInFlight) -> BufferMerge:
         bucket = self._replicas.master.layout.bucket(BUFFERS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -315,10 +315,7 @@ def from_checkpoint(
     replica_set.step = replica_set.master_step = replica_set.saved_step = int(content["step"])
     plan.start = Position(**content["position"])
     if "own" in content:
-        made, now = content["spec"], {name: msgspec.to_builtins(getattr(spec, name)) for name in _MESSAGES}
-        is_like = all(made.get(name) == now[name] for name in _MESSAGES)
-        own = {**content["own"], "sums": content["own"]["sums"] if is_like else {}}
-        replica_set.go_on_with(OwnParts(**own, step=replica_set.step))
+        replica_set.go_on_with(_own_parts(content, spec))
     if "log" in content:
         name, steps, epochs = content["log"]
         plan.logged = Logged(Path(name).name, steps, epochs, steps + int(content["step"]) + 1)
@@ -344,6 +341,13 @@ def from_checkpoint(
         )
     lost = _lost(replica_set, content.get("kept", ()), f"the run of {path}", plan.check == "strict")
     return notes + [lost] * bool(lost) + _only_its_end(path, plan)
+
+
+def _own_parts(content: Mapping[str, Any], spec: RunSpec) -> OwnParts:
+    """Return what workers kept for a checkpoint; what sums left out is of use only where they travel as they did."""
+    made, own = content["spec"], content["own"]
+    is_like = all(made.get(name) == msgspec.to_builtins(getattr(spec, name)) for name in _MESSAGES)
+    return OwnParts(own["number"], own["count"], int(content["step"]), own["sums"] if is_like else {})
 
 
 def _only_its_end(path: Path, plan: TrainingPlan) -> list[str]:
