@@ -312,13 +312,7 @@ def from_checkpoint(
     saved = content.get("optimizer")
     if saved is not None and (lacking := unfit(replica_set.master.optimizer, saved)):
         raise CheckpointError(f"{path} is a damaged checkpoint: of the optimizer's state {lacking}")
-    replica_set.step = replica_set.master_step = replica_set.saved_step = int(content["step"])
-    plan.start = Position(**content["position"])
-    if "own" in content:
-        replica_set.go_on_with(_own_parts(content, spec))
-    if "log" in content:
-        name, steps, epochs = content["log"]
-        plan.logged = Logged(Path(name).name, steps, epochs, steps + int(content["step"]) + 1)
+    _begin_at(replica_set, plan, content)
     if rewind:
         try:
             plan.start.rewind(plan.feed, plan.val_feed)
@@ -343,11 +337,18 @@ def from_checkpoint(
     return notes + [lost] * bool(lost) + _only_its_end(path, plan)
 
 
-def _own_parts(content: Mapping[str, Any], spec: RunSpec) -> OwnParts:
-    """Return what workers kept for a checkpoint; what sums left out is of use only where they travel as they did."""
-    made, own = content["spec"], content["own"]
-    is_like = all(made.get(name) == msgspec.to_builtins(getattr(spec, name)) for name in _MESSAGES)
-    return OwnParts(own["number"], own["count"], int(content["step"]), own["sums"] if is_like else {})
+def _begin_at(replica_set: ReplicaSet, plan: TrainingPlan, content: Mapping[str, Any]) -> None:
+    """Begin at the step of a checkpoint, at its place in the data, with what its workers kept beside it."""
+    replica_set.step = replica_set.master_step = replica_set.saved_step = int(content["step"])
+    plan.start = Position(**content["position"])
+    if "log" in content:
+        name, steps, epochs = content["log"]
+        plan.logged = Logged(Path(name).name, steps, epochs, steps + int(content["step"]) + 1)
+    if "own" in content:  # what sums left out is of use only where they travel as they did
+        spec, own = replica_set.spec, content["own"]
+        is_like = all(content["spec"].get(name) == msgspec.to_builtins(getattr(spec, name)) for name in _MESSAGES)
+        sums = own["sums"] if is_like else {}
+        replica_set.go_on_with(OwnParts(own["number"], own["count"], replica_set.step, sums))
 
 
 def _only_its_end(path: Path, plan: TrainingPlan) -> list[str]:
