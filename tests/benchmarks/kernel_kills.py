@@ -2,9 +2,10 @@
 
     python -m tests.benchmarks.kernel_kills [--kills 20] [--workers 1] [--seed 0] [--epochs 4] [--every 0]
 
-`--every` trains in rounds of so many local steps. Workers are processes of their own. Each orchestrator goes on with the run in which the one before was killed, compares the final
-weights, and begins the next one. Prints one JSON line for each kill: the moment, the last step that was told before it, the step
-from which the run went on (0: it was killed before its first step and began anew), and the largest difference of any weight.
+Workers are processes of their own; `--every` has them train in rounds of so many local steps. Each orchestrator goes on with the
+run in which the one before was killed, compares the final weights, and begins the next one. Prints one JSON line for each kill:
+the moment, the last step that was told before it, the step from which the run went on (0: it was killed before its first step and
+began anew), and the largest difference of any weight.
 """
 
 from __future__ import annotations
