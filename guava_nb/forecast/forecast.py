@@ -266,7 +266,18 @@ class Forecast:
     def sentences(self) -> list[str]:
         """What else is to be said beside the figures."""
         encrypted = "Counted before encryption: TLS, and WebSocket where it is used, add about 0.2 %."
-        return [*self.notes, *([encrypted] if self.encrypted else [])]
+        return [*self._each_worker(), *self.notes, *([encrypted] if self.encrypted else [])]
+
+    def _each_worker(self) -> list[str]:
+        """Whose bytes the table has, and what one of several workers has of them."""
+        traffic, when = (self.step, "a step") if self.run is None else (self.run, "the run")
+        if self.workers < 2:
+            return []
+        down, up = (show_bytes(round(nbytes / self.workers)) for nbytes in (traffic.out_bytes, traffic.in_bytes))
+        return [
+            f"Out and in are what this machine sends and receives for all {self.workers} workers together; each of them receives "
+            f"{down} and sends {up} in {when}, on average."
+        ]
 
     def _times(self) -> list[str]:
         said = []

@@ -29,7 +29,7 @@ from guava_nb.replica.replica import Replica
 from guava_nb.replica.rounds.local_replica import whole_replica
 from guava_nb.spec.hub_name import is_on_hub
 from guava_nb.spec.training_options import OF_SESSION, Reference, TrainingOptions
-from guava_nb.sync.handover import fetch_between_runs, fetch_of_ended_process
+from guava_nb.sync.handover import fetch_between_runs, fetch_of_ended_process, keep_own_between_runs
 from guava_nb.sync.replica_set import ReplicaSet, begin_building
 from guava_nb.sync.resident_replica_set import ResidentReplicaSet, adopt, is_own
 from guava_nb.sync.state_at_workers import StateLate
@@ -46,7 +46,7 @@ from guava_nb.training.initial_state import (
     unlike,
 )
 from guava_nb.training.job import TrainingJob
-from guava_nb.training.plan import Position, TrainingPlan
+from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.saving.frozen_base import digests_of
 from guava_nb.training.saving.weights_file import fitting_weights
 from guava_nb.training.schedule_check import check_schedule
@@ -181,12 +181,13 @@ class ReplicaSets:
             CheckpointError: nothing was trained yet, or the file cannot be written.
             WorkerLost: the workers that hold the state are gone.
         """
-        trained = self.trained or self._replaced
-        if trained is None or job is None:
+        if (trained := self.trained or self._replaced) is None or job is None:
             raise CheckpointError("no run was started here: train, or take up the last kernel's run (--resume session)")
         if job.run.done:
             state = self.fetch(trained)
-            checkpoint.write(path, state, trained.step, job.where(trained.step), trained.spec, job.files.extras)
+            keep_own_between_runs(trained, self._cluster())
+            at, place = job.accounting.steps_after(trained.step) - 1, job.where(trained.step)
+            checkpoint.write(path, state, at, place, trained.spec, job.files.extras)
             trained.note_saved(path, trained.step)
             RunRecord.note_saved(self._run_path(), trained.step)
             return
@@ -257,12 +258,8 @@ class ReplicaSets:
         made.run_id, made.files = last.run_id, list(filter(None, [last.newest_file()]))
         state = fetch_of_ended_process(made, last.last_step, self._cluster(), self._patience_s())
         self._past.launched(last.run_id)
-        place = last.position(made.step)
-        self._notices.add(f"{last.run_id} goes on after step {made.step + 1}, which a worker kept")
-        content = {
-            **state, "step": made.step, "position": {name: getattr(place, name) for name in Position.__slots__},
-            "spec": last.spec, **({"log": last.log} if last.log else {}),
-        }  # fmt: skip
+        self._notices.add(f"{last.run_id} goes on after {made.nth(made.step)}, which a worker kept")
+        content = {**state, **last.content(made.step), **({"own": made.own.record} if made.own else {})}
         return checkpoint.Loaded(Path(f"what the workers hold of {last.run_id}"), content)
 
     def _new(self, composed: Composed, options: TrainingOptions, resumes: bool) -> ReplicaSet:

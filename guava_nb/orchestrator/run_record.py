@@ -23,7 +23,7 @@ import torch
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.config.state_folder import OTHERS_WRITE, not_private
 from guava_nb.errors import CheckpointError
-from guava_nb.protocol.messages import RunSpec
+from guava_nb.protocol.messages import RoundSpec, RunSpec
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.resident_replica_set import is_own
 from guava_nb.training.plan import NotePlace, Position, TrainingPlan
@@ -64,21 +64,22 @@ class RunRecord:
         self._next, self._epoch, self._batches, self._samples = -1, -1, 0, 0
 
     def issued(
-        self, step: int, committed: Position, batches: int, samples: int, feed: Callable[[], dict[str, Any]]
+        self, step: int, committed: Position, batches: int, samples: int, feed: Callable[[], dict[str, Any]], done: int
     ) -> None:
-        """Note that a step is about to be done.
+        """Note that a step, or a round, is about to be done.
 
         Args:
             step: its number, from 0.
             committed: how far the data is committed. Where the step does not follow the last one, nothing else is in flight.
             batches, samples: of this step.
             feed: gives what the loader needs to go on from there.
+            done: optimizer steps that are committed.
         """
         if self._has_failed:
             return
         try:
             if step != self._next or committed.epoch != self._epoch or self._steps is None:
-                self._begin(step, committed, feed())
+                self._begin(step, committed, feed(), done)
             assert self._steps is not None
             self._batches += batches
             self._samples += samples
@@ -99,7 +100,7 @@ class RunRecord:
             'this one cannot go on with resume="session": save checkpoints (save_interval)'
         )
 
-    def _begin(self, step: int, place: Position, feed: dict[str, Any]) -> None:
+    def _begin(self, step: int, place: Position, feed: dict[str, Any], done: int) -> None:
         self.close()
         self._epoch, self._batches, self._samples = place.epoch, place.batches, place.samples
         content = {
@@ -107,6 +108,7 @@ class RunRecord:
             "run_id": self._run_id,
             "spec": {f: msgspec.to_builtins(getattr(self._spec, f)) for f in self._spec.__struct_fields__},
             "step": step - 1,
+            "done": done,
             "place": (place.epoch, place.batches, place.samples),
             "feed": feed,
             "log": self._log(),
@@ -153,6 +155,7 @@ class LastRun:
         workers: that had its state, by name; none where that was not noted.
         files: how the paths of its checkpoints begin.
         saved_step: the newest step after which its state was saved to a file by name; -1: none was.
+        done: optimizer steps up to the first of `places`; a round of local steps has several.
     """
 
     run_id: str
@@ -163,6 +166,7 @@ class LastRun:
     workers: tuple[str, ...] = ()
     files: str = ""
     saved_step: int = -1
+    done: int = 0
 
     @classmethod
     def read(cls, path: Path) -> LastRun | None:
@@ -188,7 +192,8 @@ class LastRun:
             mark = None if log is None else (str(log[0]), int(log[1]), int(log[2]))
             run_id, spec, feed = str(content["run_id"]), dict(content["spec"]), dict(content["feed"])
             workers, files = tuple(map(str, content.get("workers", ()))), str(content.get("files", ""))
-            return cls(run_id, spec, places, feed, mark, workers, files, max(saved, default=-1))  # type: ignore[arg-type]
+            newest, done = max(saved, default=-1), int(content["done"])
+            return cls(run_id, spec, places, feed, mark, workers, files, newest, done)  # type: ignore[arg-type]
         except Exception:  # a damaged file may raise any error
             return None
 
@@ -237,6 +242,27 @@ class LastRun:
     def last_step(self) -> int:
         """The last step that was issued, from 0."""
         return max(self.places)
+
+    def steps_after(self, step: int) -> int:
+        """Return how many optimizer steps, from the very beginning, are done after this step, or round, of `places`."""
+        if (rounds := msgspec.convert(self.spec.get("rounds"), RoundSpec | None)) is None:
+            return step + 1
+        before = self.places[min(self.places)][1]
+        return self.done - (before - self.places[step][1]) // rounds.batches_per_step  # rounded up
+
+    def content(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint after this step would have beside the state.
+
+        Raises:
+            CheckpointError: as `position`.
+        """
+        place = self.position(step)
+        return {
+            "step": self.steps_after(step) - 1,
+            "position": {name: getattr(place, name) for name in Position.__slots__},
+            "spec": self.spec,
+            **({"log": self.log} if self.log else {}),
+        }
 
     def position(self, step: int) -> Position:
         """Return the place in the data after a step.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -279,6 +279,14 @@ class BucketWire:
     def rest(self, number: int) -> Tensor | None:
         """Return what messages of a bucket left out so far, `[numel]`, those of the open step included; None: nothing."""
         return self._feedback.rest(number)
+
+    def rests(self) -> dict[str, Tensor]:
+        """Return all that messages of committed steps left out, `[numel]` each, by bucket; not to be changed."""
+        return self._feedback.committed()
+
+    def take_rests(self, rests: Mapping[str, Tensor]) -> None:
+        """Go on from what `rests` returned, of the same layout and format."""
+        self._feedback.take(rests)
 
     def is_forwarded(self, number: int, shards: int) -> bool:
         """Whether the shards' messages go on as they came, not their sum: then this sender owes nothing either."""

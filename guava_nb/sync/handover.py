@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.errors import GuavaError, WorkerLost
+from guava_nb.sync.own_state import tell_sums_lost
 from guava_nb.sync.replica_set import ReplicaSet
 
-__all__ = ["fetch_between_runs", "fetch_of_ended_process", "take_over"]
+__all__ = ["fetch_between_runs", "fetch_of_ended_process", "keep_own_between_runs", "take_over"]
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +84,18 @@ def fetch_of_ended_process(
                 f"no worker that is here holds a state of {replica_set.run_id} (here: {names}). Wait for those that trained it, "
                 f"or {way[0].lower()}{way[1:]}"
             )
-        return replica_set.fetch(job, timeout_s=timeout_s)
+        state = replica_set.fetch(job, timeout_s=timeout_s)
+        replica_set.keep_own(job)
+        tell_sums_lost(cluster, replica_set.spec, replica_set.master.layout, replica_set.own)
+        return state
+
+
+def keep_own_between_runs(replica_set: ReplicaSet, cluster: Cluster) -> None:
+    """Have workers keep what only they have for a checkpoint of the last committed step, as `keep_own`."""
+    job = _Fetching(cluster)
+    replica_set.attach(job)
+    with contextlib.suppress(NobodyLeft), job.attached():
+        replica_set.keep_own(job)
 
 
 def take_over(replica_set: ReplicaSet | None, cluster: Cluster, rank: int) -> None:

@@ -173,15 +173,13 @@ class ReplicaSet(StateAtWorkers):
         self._ahead -= asked
         self._take_over()
         self.writer.expect(asked)
-        roster = job.cluster.roster
-        roster.generation += 1  # the answer to an earlier order may still come, and is not that to this one
-        self._building.update(dict.fromkeys(asked, roster.generation))
+        job.cluster.roster.generation += 1  # the answer to an earlier order may still come, and is not that to this one
+        self._building.update(dict.fromkeys(asked, attempt := job.cluster.roster.generation))
         self._keep = self._to_keep()
-        wanted = self._proves and self.spec.parallel is None
-        saved = tuple(state.number for state in self.on_disk.wanted)
+        wanted, numbers = self._proves and self.spec.parallel is None, (self.on_disk.numbers, self.own_numbers)
         there = (self.run_id, -1) if self.is_begun and not self._keep[0] else self._keep
         self.is_begun = False  # once: from here on they train it
-        order = Prepare(self.run_id, self.cells, self.spec, roster.generation, *there, wanted, saved)
+        order = Prepare(self.run_id, self.cells, self.spec, attempt, *there, wanted, *numbers)
         job.cluster.send_all(asked, order)
         _ = self._proves and self._own_digest  # while they build
         return asked
@@ -413,7 +411,9 @@ class ReplicaSet(StateAtWorkers):
         proved, ticks = {rank for rank in ranks if self._has_proved(rank)}, len(self.ticks)
         if sent := set(ranks) - proved:
             tree, buffers = pack(dict(state() if callable(state) else state))
-            job.cluster.send_all(sent, LoadState(self.run_id, generation, step, tree, True, ticks), buffers)
+            for rank in sent:
+                message = LoadState(self.run_id, generation, step, tree, True, ticks, self._dealt.get(rank, 0))
+                job.cluster.send_all([rank], message, buffers)
         if proved:
             tree, buffers = pack(self.master.state(model=False))
             job.cluster.send_all(proved, LoadState(self.run_id, generation, step, tree, False, ticks), buffers)
@@ -439,7 +439,7 @@ class ReplicaSet(StateAtWorkers):
         """
         made = self._new(run_id, master)
         made.after, made.predecessor, made.master_step = (self.run_id, self.step), self, NOT_HERE
-        made.saved_step, made.files = -1 if self.is_saved else None, list(self.files)
+        made.saved_step, made.files, made._places = -1 if self.is_saved else None, list(self.files), self._places
         made.schedule, made.ticks, made._device_kind = self.schedule, self.ticks, dict(self._device_kind)
         name = f"the state after {self.nth(self.step)} of {self.run_id}"
         if master is self.master:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from msgspec.structs import replace
@@ -19,7 +19,15 @@ from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import GuavaError, TrainingError
 from guava_nb.hub.bucket_sum import is_finite, square_sum
-from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, ParameterBucket, RunSpec, SumBucket
+from guava_nb.protocol.messages import (
+    Commit,
+    FlatTensor,
+    GradientBucket,
+    ParameterBucket,
+    RunSpec,
+    ShardReport,
+    SumBucket,
+)
 from guava_nb.replica.buckets import BUFFERS, BucketWire, message_format
 from guava_nb.replica.buffer_merge import BufferMerge
 from guava_nb.replica.optimizer import ApplyFailed
@@ -35,22 +43,27 @@ _Values = TypeVar("_Values", SumBucket, ParameterBucket)
 
 _WIRE = (
     "{0} of several workers travel as {1}: what a message leaves out is sent with the next one. A worker that "
-    "leaves or is lost takes its rest with it, and so does the end of this run: {2}"
+    "leaves or is lost takes its rest with it: {2}"
 )
 _ROUNDING = "at most the rounding of one {0}'s {1}"
 _OVERLAP = (
     "While the pseudo-gradients of a round travel, each worker takes {0} steps of the next one with its own weights (sync_delay, "
-    "--sync-delay). These are in no checkpoint and go with no hand-over: a worker that joins, and a run that resumes, begin a "
-    "round with the common weights"
+    "--sync-delay). These stay with it: a worker that joins begins a round with the common weights"
 )
 _SPARSE = "with sparse messages that is what several rounds came to, and it is told how much"
 
 
-class StarExchange(StepExchange[Replicas]):
+class StarReplicas(Replicas, Protocol):
+    """As much of replicas that meet at the hub as their exchange needs."""
+
+    sums: BucketWire  # how sums travel, with what they left out so far
+
+
+class StarExchange(StepExchange[StarReplicas]):
     """Whole replicas: shards go out, buckets come in and are summed here. See `StepExchange`."""
 
     def __init__(
-        self, job: Job, replicas: Replicas, on_commit: OnCommit, on_applied: OnApplied, credit: SendCredit
+        self, job: Job, replicas: StarReplicas, on_commit: OnCommit, on_applied: OnApplied, credit: SendCredit
     ) -> None:
         """Handle the exchange's messages in that job.
 
@@ -59,7 +72,7 @@ class StarExchange(StepExchange[Replicas]):
         """
         super().__init__(job, replicas, on_commit, on_applied, credit)
         self._at_orchestrator = replicas.spec.optimizer_site == "orchestrator"
-        self._wire = BucketWire(replicas.master.layout, message_format(replicas.spec)[0])  # of the sums
+        self._wire = replicas.sums
         if not self._wire.is_exact:
             job.cluster.notice(_how_it_travels(replicas.spec))
         rounds = replicas.spec.rounds
@@ -86,11 +99,20 @@ class StarExchange(StepExchange[Replicas]):
         return [weight / total for weight in weights]
 
     def adopt(self, available: Collection[int]) -> None:
-        """Give the unfinished shards of members that are not available to those that are."""
+        """Give the unfinished shards of members that are not available to those that are.
+
+        A round's shard takes long: one whose worker may come back is given away when all others are through.
+        """
+        away = self._job.suspects - self._job.slow.keys() if self._replicas.spec.rounds is not None else set[int]()
         for in_flight in list(self.in_flight.values()):
-            survivors = [rank for rank in available if rank in in_flight.members]
-            for owner in sorted({task.owner for task in in_flight.machine.tasks} - set(available)):
-                self._carry_out(in_flight, in_flight.machine.on_away(owner, survivors))
+            survivors, machine = [rank for rank in available if rank in in_flight.members], in_flight.machine
+            spared = away if machine.owing().intersection(survivors) else set()
+            for owner in sorted({task.owner for task in machine.tasks} - set(available) - spared):
+                self._carry_out(in_flight, machine.on_away(owner, survivors))
+
+    def _adopt_late(self) -> None:
+        if self._job.suspects and self._replicas.spec.rounds is not None:
+            self.adopt(sorted(self._job.ready))
 
     def give_up(self, but_applied_first: bool = False) -> None:
         """Forget all steps in flight, and what their sums left out; see `StepExchange.give_up`."""
@@ -123,6 +145,11 @@ class StarExchange(StepExchange[Replicas]):
                 of_senders = self._replicas.master.layout.bucket(message.bucket).is_mean_of_senders
                 in_flight.add(message.bucket, message.shard, tensor, message.present, of_senders)
         self._carry_out(in_flight, instructions)
+        self._adopt_late()
+
+    def _on_ready(self, rank: int, message: ShardReport, payload: memoryview) -> None:
+        super()._on_ready(rank, message, payload)
+        self._adopt_late()
 
     def _merge_of(self, in_flight: StepInFlight) -> BufferMerge:
         bucket = self._replicas.master.layout.bucket(BUFFERS)

@@ -7,16 +7,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+from torch import Tensor
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.owed_answers import OwedAnswer
 from guava_nb.data.codec import Resolve
 from guava_nb.errors import TrainingError, WorkerLost
-from guava_nb.protocol.messages import FetchState, SaveState, State
+from guava_nb.protocol.messages import FetchState, SavedState, SaveState, State
 from guava_nb.replica.replica import Replica
 from guava_nb.sync.beginning import Beginning
+from guava_nb.sync.own_state import OwnParts, tell_not_kept
 from guava_nb.sync.state_copy import COMING_BYTES, StateCopy, received_bytes, state_in
 from guava_nb.sync.steps_held import StepsHeld
 
@@ -25,6 +29,8 @@ __all__ = ["NOT_HERE", "StateAtWorkers", "StateLate"]
 #: A step that is never committed: the master does not hold the run's state yet.
 NOT_HERE = -2
 _ANEW = "train anew with fresh=True (--fresh)"
+#: A worker writes its own part in this time; the steps wait for it.
+_OWN_S = 60.0
 
 
 class StateLate(WorkerLost):
@@ -47,6 +53,7 @@ class StateAtWorkers(StepsHeld, ABC):
         count_ahead: called before the run's step rises to one that a worker reached alone; counts the steps up to it.
         unit: what a step of these replicas is: "step", or "round" of local steps.
         schedule: settings of the optimizer's groups and state of the scheduler, where a run left all else with its workers.
+        own: what workers keep on their disks for a checkpoint of this run, or for the one that it goes on from; None: nothing.
         ticks: the metric of each tick of a schedule of epochs or validations, in this run and those that it goes on from.
         saved_step: the step after which its state was saved to a file; None: what it begins with was trained and not saved.
         files: those that states of this run were written to, and of those that it goes on from; the newest is the last one.
@@ -68,12 +75,15 @@ class StateAtWorkers(StepsHeld, ABC):
         self.ahead: StateCopy | None = None
         self.count_ahead: Callable[[int], None] = lambda step: None
         self.schedule: dict[str, Any] | None = None
+        self.own: OwnParts | None = None
+        self._dealt: dict[int, int] = {}  # by rank the number of the own part that it is to read
+        self._places: dict[int, int] = {}
         self.ticks: list[float | None] = []
         self.saved_step: int | None = -1  # before the first one nothing was trained
         self.files: list[Path] = []
         self._requests = itertools.count(1)
         self._awaited: dict[int, int] = {}  # requests whose answer is waited for, and of whom
-        self._states: dict[int, tuple[int, dict[str, Any]]] = {}
+        self._states: dict[int, tuple[int, dict[str, Any] | SavedState]] = {}
 
     def nth(self, step: int) -> str:
         """Return a step of this number, from 0, in words."""
@@ -99,6 +109,9 @@ class StateAtWorkers(StepsHeld, ABC):
             return
         asked = message.run_id == self.run_id and self._awaited.get(message.request_id) == rank
         if asked and self._may_hold(rank, message.step):
+            if message.saved is not None:
+                self._states[message.request_id] = (message.step, message.saved)
+                return
             state = state_in(message, payload, self._resolve)
             self.kept = message.kept
             self._states[message.request_id] = (message.step, state)
@@ -106,6 +119,45 @@ class StateAtWorkers(StepsHeld, ABC):
     def in_step(self, job: Job) -> list[int]:
         """Return the connected ranks that stand at the last committed step."""
         return sorted(r for r, step in self.at.items() if step == self.step and r in job.ready)
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return what a team is ordered by: the place of the own part that a worker read, then the rank."""
+        return (0, self._places[rank]) if rank in self._places else (1, rank)
+
+    def keep_own(self, job: Job) -> None:
+        """Have each worker keep on its disk what only it has after the last committed step, for a checkpoint of that step.
+
+        There is something of the kind in rounds of local steps with several workers. A worker that keeps nothing is told.
+        """
+        ranks = sorted(self.in_step(job), key=self.place)
+        if self.unit != "round" or len(ranks) < 2 or (self.own_of(self.step) is not None):
+            return
+        self.own = own = OwnParts.new(self.step, len(ranks), self._rests_of_sums())
+        orders = {
+            rank: SaveState(number, step=self.step, own=True) for rank, number in zip(ranks, own.numbers, strict=True)
+        }
+        try:
+            answers = self._answers(job, ranks, _OWN_S, whole=False, orders=orders)
+        except StateLate:
+            answers = [(None, None)] * len(ranks)
+        tell_not_kept(job.cluster, {rank: saved for rank, (_, saved) in zip(ranks, answers, strict=True)})
+
+    def _rests_of_sums(self) -> Mapping[str, Tensor]:
+        """Return what sums left out on their way to the workers, by bucket."""
+        return {}
+
+    def go_on_with(self, own: OwnParts) -> None:
+        """Begin with what workers kept for a checkpoint of the state that the run begins with."""
+        self.own = own
+
+    def own_of(self, step: int) -> OwnParts | None:
+        """Return what workers keep for a checkpoint of the state after this step."""
+        return self.own if self.own is not None and self.own.step == step else None
+
+    @property
+    def own_numbers(self) -> tuple[int, ...]:
+        """Those of what workers keep for a checkpoint of where the run stands."""
+        return () if (own := self.own_of(self.step)) is None else tuple(own.numbers)
 
     def givers(self, job: Job) -> list[int]:
         """Return connected ranks: one, with those that hold the rest of it, can give the last committed step's state."""
@@ -351,12 +403,14 @@ class StateAtWorkers(StepsHeld, ABC):
         """Put the state into the master, and return it."""
 
     def _answers(
-        self, job: Job, ranks: Sequence[int], timeout_s: float | None, whole: bool = True
-    ) -> list[tuple[int | None, Any]]:
+        self, job: Job, ranks: Sequence[int], timeout_s: float | None, whole: bool = True,
+        orders: Mapping[int, SaveState] = MappingProxyType({}),
+    ) -> list[tuple[int | None, Any]]:  # fmt: skip
         """Ask members for what they hold: for each the step and the state, None where it is lost or forgot the run.
 
         Args:
             whole: the whole state, not its schedule alone.
+            orders: what a worker shall do with its state instead; for it a `SavedState` is returned in its place.
 
         Raises:
             StateLate: one is there and gave no answer in time.
@@ -365,7 +419,7 @@ class StateAtWorkers(StepsHeld, ABC):
         self._awaited = requests = {self.next_request(): rank for rank in ranks}
         self._states.clear()
         for request, rank in requests.items():
-            job.cluster.send(rank, FetchState(request, self.run_id, whole, whole, len(self.ticks)))
+            job.cluster.send(rank, FetchState(request, self.run_id, whole, whole, len(self.ticks), orders.get(rank)))
         about, job.about_request = job.about_request, lambda request: "" if request in requests else about(request)
 
         def owed() -> Iterator[OwedAnswer]:

@@ -38,6 +38,11 @@ class StatesOnDisk:
         self.wanted: tuple[StateOnDisk, ...] = ()
         self._read: dict[int, StateOnDisk] = {}
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Those of the wanted ones."""
+        return tuple(state.number for state in self.wanted)
+
     def look_for(self, states: Iterable[StateOnDisk]) -> None:
         """Have workers that prepare the run from now on read one of these."""
         self.wanted, self._read = tuple(states), {}

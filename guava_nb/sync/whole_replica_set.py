@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from guava_nb.cluster.group_path import Route
 from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.cluster.owed_answers import OwedAnswer
 from guava_nb.errors import WorkerLost
 from guava_nb.protocol.messages import Cell, RunSpec
+from guava_nb.replica.buckets import BucketWire, message_format
 from guava_nb.replica.replica import Replica
+from guava_nb.sync.own_state import OwnParts, deal_parts, tell_parts_missing
 from guava_nb.sync.replica_set import Given, ReplicaSet
 from guava_nb.sync.star_exchange import StarExchange
 from guava_nb.sync.state_copy import COMING_BYTES
@@ -22,7 +26,11 @@ BACK_S = 5.0
 
 
 class WholeReplicaSet(ReplicaSet):
-    """All replicas of one run, each of them whole."""
+    """All replicas of one run, each of them whole.
+
+    Attributes:
+        sums: how sums travel, with what they left out so far.
+    """
 
     exchange = StarExchange
 
@@ -35,6 +43,7 @@ class WholeReplicaSet(ReplicaSet):
         """
         route = Route("relay", "star", "whole replicas meet at the orchestrator")
         super().__init__(run_id, spec, cells, master, route)
+        self.sums = BucketWire(master.layout, message_format(spec)[0])
         self._sent_before: dict[int, int] = {}  # bytes that had gone to those who get the state
 
     def pick(self, ranks: Iterable[int]) -> set[int]:
@@ -78,12 +87,38 @@ class WholeReplicaSet(ReplicaSet):
         asked, roster = set(ranks), job.cluster.roster
         roster.generation += 1  # tells this state's answers from those to an earlier one
         self._sent_before = {rank: job.cluster.seats.total_bytes(rank)[0] for rank in asked}
+        self._deal_own(asked, step)
         sending = self._sending_state(job, asked, roster.generation, state, step)
         with sending, job.waiting_for(lambda: self._taking_state(asked)):
             job.pump(lambda: not self._waited_for(job, asked) - self._loaded.keys())
             while self._comes_back(job, asked - self._loaded.keys()):
                 job.pump(lambda: not self._waited_for(job, asked) - self._loaded.keys())
         self._compare_loaded(job, [r for r in asked if r in self._loaded])
+        if (own := self.own_of(step)) is not None:
+            without = {rank for rank in asked if rank in self._loaded and not self._loaded[rank].own}
+            found = sum(rank in self._loaded and self._loaded[rank].own for rank in asked)
+            tell_parts_missing(job.cluster, own.count, without, found)
+
+    def _rests_of_sums(self) -> Mapping[str, Tensor]:
+        return self.sums.rests()
+
+    def go_on_with(self, own: OwnParts) -> None:
+        """Begin with what workers kept for a checkpoint of the state that the run begins with."""
+        super().go_on_with(own)
+        self.sums.take_rests(own.sums)
+
+    def _new(self, run_id: str, master: Replica) -> ReplicaSet:
+        made = super()._new(run_id, master)
+        assert isinstance(made, WholeReplicaSet)
+        made.sums = self.sums  # workers keep what their messages left out, too
+        return made
+
+    def _deal_own(self, ranks: Collection[int], step: int) -> None:
+        """Say which own part each worker reads beside the state after this step; its place in the team is that of the part."""
+        self._dealt = {}
+        if (own := self.own_of(step)) is not None:
+            self._dealt = deal_parts(own.numbers, {rank: self._prepared[rank].own for rank in ranks})
+            self._places = {rank: number - own.number for rank, number in self._dealt.items()}
 
     def _comes_back(self, job: Job, away: set[int]) -> bool:
         """Wait a moment for those whose connection broke while a part of the state was on its way; whether one is back.

@@ -2,7 +2,8 @@
 
 Keys: format, model, optimizer, scheduler, scaler (state dicts of the full model in every mode and with any number of
 workers), step, position (epoch, batches, samples, feed), spec (what was trained, as plain data); where it was asked for log
-(the name of the run's log), and base (digests of frozen parameters, which are then left out of model).
+(the name of the run's log), and base (digests of frozen parameters, which are then left out of model); own (number and count of
+what workers keep on their disks, see `OwnParts`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from guava_nb.errors import CheckpointError
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.model.fitting import differences
 from guava_nb.replica.model.wrappers import plain_names
+from guava_nb.sync.own_state import MOST_WORKERS, OwnParts
 from guava_nb.training.plan import Position
 from guava_nb.training.saving import archive
 from guava_nb.training.saving.durable_file import NotWritten, write_durably
@@ -46,11 +48,13 @@ class Extras(NamedTuple):
         base: digests of the frozen parameters that it leaves out.
         log: name of the run's log, with the steps and epochs that this counts and the run does not.
         kept: places in Python that the run changed, which no checkpoint has.
+        own: what workers keep beside it, of rounds of local steps.
     """
 
     base: Mapping[str, str] | None = None
     log: tuple[str, int, int] | None = None
     kept: Sequence[str] = ()
+    own: OwnParts | None = None
 
 
 def write(
@@ -64,12 +68,13 @@ def write(
     Raises:
         CheckpointError: the file cannot be written.
     """
-    base, log, kept = extras or Extras()
+    base, log, kept, own = extras or Extras()
     content = {
         "format": FORMAT,
         **(state if base is None else without_base(state, base)),
         **({"log": list(log)} if log else {}),
         **({"kept": list(kept)} if kept else {}),
+        **({} if own is None else {"own": own.record}),
         "step": step,
         "position": {name: getattr(position, name) for name in Position.__slots__},
         "spec": {f: msgspec.to_builtins(getattr(spec, f)) for f in spec.__struct_fields__},
@@ -129,12 +134,15 @@ def _damaged(content: Mapping[str, Any]) -> str:
     if not isinstance(spec, dict):
         return "spec"
     base, log, kept = content.get("base", {}), content.get("log", ["", 0, 0]), content.get("kept", [])
+    own = content.get("own")
     if not isinstance(base, dict) or not all(isinstance(name, str) for name in base):
         return "base"
     if not isinstance(log, list | tuple) or [type(one) for one in log] != [str, int, int]:
         return "log"
     if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
         return "kept"
+    if own is not None and not _is_own(own):
+        return "own"
     if type(step) is not int or not -1 <= step < _MOST_COUNTED:
         return "step"
     if not isinstance(place, dict) or place.keys() != set(Position.__slots__):
@@ -144,6 +152,14 @@ def _damaged(content: Mapping[str, Any]) -> str:
         place["feed"] is None or isinstance(place["feed"], dict)
     )
     return "" if fine else "position"
+
+
+def _is_own(own: Any) -> bool:
+    if not isinstance(own, dict) or own.keys() != {"number", "count", "sums"} or not isinstance(own["sums"], dict):
+        return False
+    are_rests = all(isinstance(key, str) and isinstance(rest, torch.Tensor) for key, rest in own["sums"].items())
+    number, count = own["number"], own["count"]
+    return are_rests and type(number) is type(count) is int and 0 < number < 1 << 62 and 0 < count <= MOST_WORKERS
 
 
 def _nearby(path: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +24,7 @@ from guava_nb.spec.cell_checks import cells_behind
 from guava_nb.spec.cells import resolve
 from guava_nb.spec.own_code import is_own
 from guava_nb.sync.group_replica_set import GroupReplicaSet
+from guava_nb.sync.own_state import OwnParts
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
@@ -96,6 +97,8 @@ GOES_ON = "goes on from the weights of the last run{}{}; --fresh (fresh=True) st
 SCHEDULE_GOES_ON = (
     ". Its schedule goes on, too, with the learning rate at which that run ended, not with that of a new optimizer"
 )
+#: What of a record says how messages of rounds travel: what they left out is of use to messages of the same kind.
+_MESSAGES = ("rounds", "wire", "bucket_bytes")
 _STATES = ("model", "buffers", "optimizer", "scheduler", "scaler", "outer")
 
 
@@ -308,12 +311,8 @@ def from_checkpoint(
         ) from error
     if (saved := content.get("optimizer")) is not None and (lacking := unfit(replica_set.master.optimizer, saved)):
         raise CheckpointError(f"{path} is a damaged checkpoint: of the optimizer's state {lacking}")
-    replica_set.step = replica_set.master_step = int(content["step"])
+    _begin_at(replica_set, plan, content)
     replica_set.note_saved(path, replica_set.step)
-    plan.start = Position(**content["position"])
-    if "log" in content:
-        name, steps, epochs = content["log"]
-        plan.logged = Logged(Path(name).name, steps, epochs, steps + int(content["step"]) + 1)
     if rewind:
         try:
             plan.start.rewind(plan.feed, plan.val_feed)
@@ -336,6 +335,20 @@ def from_checkpoint(
         )
     lost = _lost(replica_set, content.get("kept", ()), f"the run of {path}", plan.check == "strict")
     return notes + [lost] * bool(lost) + _only_its_end(path, plan)
+
+
+def _begin_at(replica_set: ReplicaSet, plan: TrainingPlan, content: Mapping[str, Any]) -> None:
+    """Begin at the step of a checkpoint, at its place in the data, with what its workers kept beside it."""
+    replica_set.step = replica_set.master_step = int(content["step"])
+    plan.start = Position(**content["position"])
+    if "log" in content:
+        name, steps, epochs = content["log"]
+        plan.logged = Logged(Path(name).name, steps, epochs, steps + int(content["step"]) + 1)
+    if "own" in content:  # what sums left out is of use only where they travel as they did
+        spec, own = replica_set.spec, content["own"]
+        is_like = all(content["spec"].get(name) == msgspec.to_builtins(getattr(spec, name)) for name in _MESSAGES)
+        sums = own["sums"] if is_like else {}
+        replica_set.go_on_with(OwnParts(own["number"], own["count"], replica_set.step, sums))
 
 
 def _only_its_end(path: Path, plan: TrainingPlan) -> list[str]:

@@ -48,8 +48,8 @@ class Membership:
         return self._job.ready - self._unfit
 
     def current(self) -> list[int]:
-        """Return the members that take part in every step so far: connected or expected back, and not behind."""
-        return sorted(filter(self._takes_part, self.replica_set.at))
+        """Return the members that take part in every step so far, by place: connected or expected back, and not behind."""
+        return sorted(filter(self._takes_part, self.replica_set.at), key=self.replica_set.place)
 
     def _takes_part(self, rank: int) -> bool:
         return (rank in self._job.ready or rank in self._job.suspects) and rank not in self.behind

@@ -163,8 +163,9 @@ class Logged(NamedTuple):
     up_to: int = 0
 
 
-#: Takes a step's number, how far the data is committed, batches and samples of the step, and what gives the loader's place.
-NotePlace = Callable[[int, Position, int, int, Callable[[], dict[str, Any]]], None]
+#: Takes the number of a step or round, how far the data is committed, batches and samples of the step, what gives the loader's
+#: place, and how many optimizer steps are committed.
+NotePlace = Callable[[int, Position, int, int, Callable[[], dict[str, Any]], int], None]
 
 
 @dataclass(slots=True)

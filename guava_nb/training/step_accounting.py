@@ -224,7 +224,9 @@ class StepAccounting:
             if len(part) < every or len({batch.rows for batch in part}) > 1:
                 self._tell_accumulated(f"batches of {' and '.join(str(batch.rows) for batch in part)} samples")
         if self._plan.note_place is not None:
-            self._plan.note_place(step, at, len(group), len(ids), lambda: self._feed_at(at.epoch, at.batches))
+            self._plan.note_place(
+                step, at, len(group), len(ids), lambda: self._feed_at(at.epoch, at.batches), self.steps
+            )
 
     def on_commit(self, step: StepInFlight, commit: Commit, loss_sum: float, count: float) -> None:
         """Count a step that was committed.
@@ -280,6 +282,11 @@ class StepAccounting:
     def steps(self) -> int:
         """Optimizer steps that are committed, counted from the very beginning; a round of local steps has several."""
         return int(self._run.history[-1]["step"]) if self._run.history else self.first_step
+
+    def steps_after(self, step: int) -> int:
+        """Return how many optimizer steps, counted from the very beginning, are done after this step, or round."""
+        index = step - self.first_step
+        return self.first_step if index < 0 else int(self._run.history[index]["step"])
 
     def _tell_accumulated(self, has: str) -> None:
         """Tell once where batches of one step count unlike those of a loop that divides each loss by their number."""

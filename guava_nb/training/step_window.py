@@ -26,6 +26,9 @@ __all__ = ["StepWindow"]
 
 log = logging.getLogger(__name__)
 
+#: A round waits so long at least for a member whose connection broke: a redial, its longest pause included.
+BACK_S = 5.0
+
 #: Loader batches held ready before they are sent, at most; bytes bound them too.
 _LOADED_BATCHES = 32
 
@@ -50,6 +53,7 @@ class StepWindow:
         self._feeder: BatchFeeder | None = None
         exchange.deals = plan.shares == "measured"
         self._blocking, self._was_full = tuple[int, ...](), False
+        self._away: dict[int, float] = {}  # members that a round waits for, and since when
 
     # -------------------------------------------------------------------------------------------------------- send ahead
 
@@ -113,7 +117,7 @@ class StepWindow:
             self._was_full = True
             return False
         team = self._membership.available()
-        if not self._membership.replica_set.connected(team):
+        if not self._membership.replica_set.connected(team) or self._waits_for_away():
             return False
         parts = self.exchange.parts(self._measured(team))
         bytes_for = {rank: int(coming * part) for rank, part in zip(team, parts, strict=True)}
@@ -121,6 +125,27 @@ class StepWindow:
         busy = self._credit.must_work(len(self.exchange.in_flight), bytes_for, cautious=away)
         self._blocking = busy or self._blocking
         return not busy
+
+    def _waits_for_away(self) -> bool:
+        """Whether a round waits for members whose connection broke, so that they miss none: no longer than their state takes.
+
+        One that missed a round gets the state anew, and what only it had is lost.
+        """
+        members = self._membership
+        if members.replica_set.spec.rounds is None or not self._job.suspects:
+            self._away.clear()
+            return False
+        now, away = time.monotonic(), set(members.current()) & self._job.suspects - self._job.slow.keys()
+        self._away = {rank: self._away.get(rank, now) for rank in away}
+        waited = tuple(rank for rank, since in self._away.items() if now < since + self._worth_s(rank))
+        self._blocking = waited or self._blocking
+        return bool(waited)
+
+    def _worth_s(self, rank: int) -> float:
+        """Return for how long a member that is away is worth waiting for."""
+        rate = self._membership.cluster.rates(rank)[0]
+        state_s = 3 * self._membership.replica_set.master.weights_bytes / rate if rate else 0.0
+        return max(BACK_S, state_s)
 
     def read_ahead(self, feeder: BatchFeeder) -> None:
         """Before the first step wait until a second one is loaded: it shows what belongs to one batch alone; and tell.

@@ -7,6 +7,7 @@ with an owner.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -71,6 +72,14 @@ class ErrorFeedback:
             raise LocalProtocolError(f"{values.numel()} elements for the residual of {before.numel()} of {key}")
         before = before.to(values.device)
         return values + (before if self.decay == 1 else before * self.decay)
+
+    def committed(self) -> dict[str, Tensor]:
+        """Return what messages that count left out, `[numel]` of float32 or float64 each, by key; not to be changed."""
+        return dict(self._committed)
+
+    def take(self, committed: Mapping[str, Tensor]) -> None:
+        """Go on from what `committed` returned."""
+        self._committed, self._proposed = dict(committed), {}
 
     def commit(self) -> None:
         """What was encoded since the last commit counts."""

@@ -321,7 +321,7 @@ class WorkerLoop:
                 steps.abort(message)
             case LoadState():
                 self._ticks = ScheduleTicks(message.ticks)
-                steps.load_state(run.replica, message, payload)
+                steps.load_state(run.replica, message, payload, self.keeper.own_part(message.own))
             case FetchState():
                 if not self._ticks.waits(message):
                     self._send_state(run, message)
@@ -414,6 +414,7 @@ class WorkerLoop:
 
     def _from_disk(self, run: PreparedRun, message: Prepare, answer: Prepared) -> Prepared:
         """Go on with a state of the run that lies on the disk, where one is asked for and there; returns the answer then."""
+        answer = msgspec.structs.replace(answer, own=self.keeper.own_parts(message.own))
         found = self.keeper.find(run, message.saved)
         if found is None:
             return answer

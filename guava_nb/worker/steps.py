@@ -213,9 +213,9 @@ class StepRunner:
         self._pending.abort(message.last_committed, message.generation)
         self._send(StepApplied(run_id=message.run_id, generation=message.generation, step=self.committed), ())
 
-    def load_state(self, replica: BaseReplica, message: LoadState, payload: memoryview) -> None:
-        """Become the state that came, and say that it is loaded; errors as in `BaseReplica.load_state`."""
-        replica.load_state(unpack(message.state, payload))
+    def load_state(self, replica: BaseReplica, message: LoadState, payload: memoryview, own: Any = None) -> None:
+        """Become the state that came, with an own part that lay here, and say so; errors as in `BaseReplica.load_state`."""
+        replica.load_state({**unpack(message.state, payload), **({"own": own} if own else {})})
         self._pending.reset(message.step, message.generation)
         self._generation, self._is_halted = message.generation, False
         self.restart_wait_clock()  # what came before was preparing, no waiting for data
@@ -223,7 +223,7 @@ class StepRunner:
             self._kept_first = _kept(replica)
         digest = replica.parameter_hash() if message.want_hash else ""
         kind = f"{self._device.type}, torch {torch.__version__.split('+')[0]}{replica.kind}"
-        self._send(StateLoaded(message.run_id, message.step, digest, kind, message.generation), ())
+        self._send(StateLoaded(message.run_id, message.step, digest, kind, message.generation, own is not None), ())
 
     def send_state(self, replica: BaseReplica, message: FetchState, ticks: int) -> None:
         """Send the state of the last commit, or only its schedule, after so many `ticks`; where it cannot be made, tell why."""

@@ -9,7 +9,8 @@ A byte-level GPT on the sources of Python's standard library; each worker is a p
 and the orchestrator behind another one, which all of them share (`LINES`, `tests/support/relay.py`). A case is `step`, `auto`,
 which lets the run choose, or an outer method of local rounds, with `+` and a wire format, with `@` and a `sync_delay`; `alone`
 gives one worker all tokens. Prints one JSON line for each: seconds of the run (`whole_s`: with what came before its first
-step), wire bytes of gradients and of all, the loss of the last steps and of a validation on files that were not trained on,
+step), wire bytes of gradients and of all kinds, those that the orchestrator's machine sent and received in all and for each
+worker, the loss of the last steps and of a validation on files that were not trained on,
 which part of its time a worker computed (`busy`) and took steps (`in_steps`: what a round costs beside them is none), and what
 was told beforehand.
 
@@ -145,7 +146,8 @@ def case(orchestrator: Orchestrator, name: str, args: argparse.Namespace) -> dic
         "every": report["steps"] // len(run.history), "steps": report["steps"],
         "parameters": num_parameters(args), "seconds": round(seconds, 1),
         "whole_s": round(whole_s, 1), "gradient_bytes": run.wire.gradient_bytes,
-        "all_bytes": run.wire.out_bytes + run.wire.in_bytes,
+        "laptop_bytes": [run.wire.out_bytes, run.wire.in_bytes], "bytes_by_kind": report["wire"],
+        "worker_bytes": [[one.out_bytes, one.in_bytes] for one in orchestrator.status().workers],
         "train_loss": round(sum(one["loss"] for one in records) / len(records), 4),
         "val_loss": round(report["val"]["loss"], 4), "busy": busy_share(run), "step_s": step_seconds(run, report["steps"]),
         "in_steps": round(report["steps"] * rows * args.row_s / seconds, 3), "lost_samples": report["lost_samples"],

@@ -1,10 +1,11 @@
 """SIGKILL of the orchestrator's process at random moments of a run: what the next one resumes equals the undisturbed run.
 
-    python -m tests.benchmarks.kernel_kills [--kills 20] [--workers 1] [--seed 0] [--epochs 4]
+    python -m tests.benchmarks.kernel_kills [--kills 20] [--workers 1] [--seed 0] [--epochs 4] [--every 0]
 
-Workers are processes of their own. Each orchestrator goes on with the run in which the one before was killed, compares the final
-weights, and begins the next one. Prints one JSON line for each kill: the moment, the last step that was told before it, the step
-from which the run went on (0: it was killed before its first step and began anew), and the largest difference of any weight.
+Workers are processes of their own; `--every` has them train in rounds of so many local steps. Each orchestrator goes on with the
+run in which the one before was killed, compares the final weights, and begins the next one. Prints one JSON line for each kill:
+the moment, the last step that was told before it, the step from which the run went on (0: it was killed before its first step and
+began anew), and the largest difference of any weight.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def loss_fn(outputs, targets):
 ROWS, BATCH = 208, 16
 
 
-def orchestrate(folder: Path, workers: int, epochs: int) -> None:
+def orchestrate(folder: Path, workers: int, epochs: int, every: int) -> None:
     """Be one orchestrator: end the run of the one before if there is one, then train until this process is killed."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -62,14 +63,14 @@ def orchestrate(folder: Path, workers: int, epochs: int) -> None:
         tell(event="begun")
         run = orch.start_training(
             loader(), num_epochs=epochs, criterion="loss_fn", optimizer="AdamW", optimizer_args={"lr": 0.01}, progress=False,
-            callbacks=[Told()], **options,
+            callbacks=[Told()], **({"sync": "local", "sync_every": every} if every else {}), **options,
         )  # fmt: skip
         run.result()
         weights = {name: value.double() for name, value in run.model().state_dict().items()}
         if not reference.exists():
             torch.save(weights, reference)
         plain = torch.load(reference, weights_only=True)
-        first = run.history[0]["step"] if run.history else 0
+        first = run.history[0]["step"] - run.history[0].get("steps", 1) + 1 if run.history else 0
         gap = max(float((weights[name] - plain[name]).abs().max()) for name in plain)
         tell(event="done", first=first, difference=gap, lost=run.lost_samples, doubled=run.duplicated_samples)
 
@@ -138,11 +139,18 @@ class Child:
         self._thread.join()
 
 
-def kill_and_compare(kills: int, workers: int, seed: int, epochs: int, folder: Path) -> list[dict[str, object]]:
+def _told_steps(epochs: int, every: int) -> int:
+    """Return how many steps, or rounds, a run tells of."""
+    return epochs * -(-ROWS // BATCH // max(1, every))
+
+
+def kill_and_compare(
+    kills: int, workers: int, seed: int, epochs: int, every: int, folder: Path
+) -> list[dict[str, object]]:
     """Kill so many times; returns and prints one record for each."""
     from guava_nb.processes.local_workers import close_all, launch
 
-    arguments = [str(folder), "--workers", str(workers), "--epochs", str(epochs)]
+    arguments = [str(folder), "--workers", str(workers), "--epochs", str(epochs), "--every", str(every)]
     chance, records = random.Random(seed), []
     child = Child(arguments)
     code = str(child.wait_for("open")["code"])
@@ -155,7 +163,7 @@ def kill_and_compare(kills: int, workers: int, seed: int, epochs: int, folder: P
         for kill in range(kills):
             began = child.wait_for("begun", runs)
             at = len([record for record in child.told if record["event"] == "step"])
-            after_steps, delay_s = chance.randrange(0, ROWS // BATCH * epochs - 1), chance.uniform(0, 0.06)
+            after_steps, delay_s = chance.randrange(0, _told_steps(epochs, every) - 1), chance.uniform(0, 0.06)
             if after_steps:
                 child.wait_for("step", at + after_steps)
             time.sleep(delay_s)
@@ -189,13 +197,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--every", type=int, default=0)
     args = parser.parse_args()
     if args.orchestrate:
-        orchestrate(Path(args.folder), args.workers, args.epochs)
+        orchestrate(Path(args.folder), args.workers, args.epochs, args.every)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        records = kill_and_compare(args.kills, args.workers, args.seed, args.epochs, Path(folder))
+        records = kill_and_compare(args.kills, args.workers, args.seed, args.epochs, args.every, Path(folder))
     worst = max(float(str(record["difference"])) for record in records)
     print(json.dumps({"kills": len(records), "worst_difference": worst}))
 

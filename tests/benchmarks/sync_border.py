@@ -61,7 +61,7 @@ def main() -> None:
                 name = "step" if way.every == 1 else f"average+int4@{way.sync_delay}"
                 found = case(orchestrator, name, args)
                 taken[way.every] = found["seconds"]
-                kept = ("case", "parameters", "steps", "step_s", "seconds", "all_bytes", "busy", "val_loss")
+                kept = ("case", "parameters", "steps", "step_s", "seconds", "laptop_bytes", "busy", "val_loss")
                 row |= {key: found[key] for key in kept} | {"ratio": round(found["seconds"] / way.run_s, 2)}
             print(json.dumps(row), flush=True)
     fastest = min(taken.values())

@@ -13,6 +13,7 @@ from guava_nb.cluster.cluster import Cluster
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import NotFinite
 from guava_nb.protocol.messages import Factory, GradientBucket, Message, RoundSpec, ShardReport, StepApplied
+from guava_nb.training import step_window
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.run import Run
 from tests.faults.test_star_faults import finish, start
@@ -108,8 +109,11 @@ def test_a_worker_lost_while_the_other_is_ahead_costs_no_sample(cluster: Cluster
     assert len(lost) == 1 and "how far its own weights were from the common ones" in lost[0]
 
 
-def test_what_is_lost_with_a_worker_that_is_away_when_the_run_ends_is_told(cluster: Cluster) -> None:
+def test_what_is_lost_with_a_worker_that_is_away_when_the_run_ends_is_told(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its process may have been killed a moment ago; the run ends before that is known."""
+    monkeypatch.setattr(step_window, "BACK_S", 0.0)
     told: list[str] = []
     cluster.notice = told.append  # type: ignore[method-assign, assignment]
     overlap = Overlap(cluster, lambda worker, begun: worker.go_away() if begun == 3 else None)

@@ -264,6 +264,7 @@ class Prepare(Message, frozen=True):
     want_digest: bool = False  # of the weights that were built
     # Numbers of states of this run, the best first, that may lie on this machine's disk: become the first that is there.
     saved: tuple[int, ...] = ()
+    own: tuple[int, ...] = ()  # of own parts (`SaveState.own`): say which lie on this machine's disk
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -285,7 +286,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     `holds`: nothing was built, the state after `step` is here: the last one of the run before, or where this worker stands
     in the run itself, to which it came back, and its schedule has had so many `ticks`. `digest` is that of
     `guava_nb.replica.state_dict.weights_digest`, where it was asked for. `saved` is the number of the state that was read from
-    disk, that after `step` and `ticks`, and `digest` the one of its file.
+    disk, that after `step` and `ticks`, and `digest` the one of its file. `own` are those of the order's that lie there.
     """
 
     NUMBER: ClassVar[int] = 19
@@ -304,6 +305,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     digest: str = ""
     ticks: int = 0
     saved: int = 0
+    own: tuple[int, ...] = ()
 
 
 class EndRun(Message, frozen=True):

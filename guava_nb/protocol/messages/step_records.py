@@ -45,6 +45,7 @@ class LoadState(Message, frozen=True):
     state: Tree
     want_hash: bool = True
     ticks: int = 0  # those that the state's schedule has, or that count no more: see `SchedulerStep`
+    own: int = 0  # number of the own part that is to be read from this machine's disk beside it; 0: none
 
 
 class StateLoaded(Message, frozen=True):
@@ -57,6 +58,7 @@ class StateLoaded(Message, frozen=True):
     parameter_hash: str
     device_kind: str  # device type, torch version and the part of the model held; hashes must be equal within one
     generation: int = -1  # of the `LoadState` that this answers
+    own: bool = False  # its own part was read, too
 
 
 class SaveState(msgspec.Struct, frozen=True):
@@ -70,6 +72,7 @@ class SaveState(msgspec.Struct, frozen=True):
     held: int = -1  # differences to them that the orchestrator holds; -1: they are the weights as they are now
     count: int = 0  # elements of each 4,096 of the next difference; 0: send none
     step: int = -1  # after which the state is meant: a worker that has gone on keeps nothing
+    own: bool = False  # write what only this worker has (`LocalReplica.own_part`), to be found after the session, too
 
 
 class SavedState(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from guava_nb.replica.base_replica import Buckets, explained, pick
 from guava_nb.replica.buckets import BUFFERS, Bucket, pack_present
 from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.replica import Replica
+from guava_nb.replica.rounds.round_end import FirstSteps, RoundEnd
 from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork, rows_of_parts
 from guava_nb.replica.state_dict import plain
 from guava_nb.spec.factories import Resolve
@@ -49,45 +50,6 @@ _LOCAL = "in a run with sync='local' each worker takes its steps on its own samp
 def whole_replica(spec: RunSpec, resolve: Resolve, device: torch.device, model: nn.Module | None = None) -> Replica:
     """Return the replica of a whole model that a run's record asks for; arguments and errors as of `Replica`."""
     return (Replica if spec.rounds is None else LocalReplica)(spec, resolve, device, model)
-
-
-@dataclass(frozen=True, slots=True)
-class _RoundEnd:
-    """Where a worker's own steps of a round led.
-
-    Attributes:
-        inner: what optimizer and schedule keep.
-        num_steps: of the round.
-        weights: where the next round begins, by name; None: with the common ones.
-        buffers: to begin it with.
-    """
-
-    inner: list[dict[str, Any]]
-    num_steps: int
-    weights: dict[str, Tensor] | None
-    buffers: list[Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Early:
-    """The first steps of a round, up to where the common weights are mixed in.
-
-    Attributes:
-        asked: generation, step and shard of the work.
-        begun_at: the end of the round before, where they began.
-        results: what they came to.
-        moved: what became of the buffers, as `BufferBook.flatten` gives it; None where the model has none.
-        seconds: that they took.
-        weights, inner: where they led.
-    """
-
-    asked: tuple[int, int, int]
-    begun_at: _RoundEnd
-    results: list[ShardResult]
-    moved: tuple[bytes, Tensor] | None
-    seconds: float = 0.0
-    weights: Mapping[str, Tensor] | None = None
-    inner: Sequence[dict[str, Any]] = ()
 
 
 class LocalReplica(Replica):
@@ -107,9 +69,9 @@ class LocalReplica(Replica):
         self._delay, self._mixing = rounds.sync_delay, rounds.mixing
         self._method = replace(known, learning_rate=rounds.outer_lr, momentum=rounds.outer_momentum)
         self._momentum: dict[str, Tensor] = {}  # of the outer step, by parameter
-        self._after: _RoundEnd | None = None  # of the open round
-        self._away: _RoundEnd | None = None  # of the last committed one, where the next one begins there
-        self._early: _Early | None = None
+        self._after: RoundEnd | None = None  # of the open round
+        self._away: RoundEnd | None = None  # of the last committed one, where the next one begins there
+        self._early: FirstSteps | None = None
         self._own: dict[int, tuple[bytes, Tensor]] = {}  # what a lone worker's round came to
 
     # ----------------------------------------------------------------------------------------------------- a round's shard
@@ -213,7 +175,7 @@ class LocalReplica(Replica):
         self._early = replace(early, seconds=time.monotonic() - started)
         return sum(one.forward_s for one in early.results)
 
-    def _taken_early(self, work: ShardWork) -> _Early | None:
+    def _taken_early(self, work: ShardWork) -> FirstSteps | None:
         """Return the steps that were taken of a shard already; those of another attempt are forgotten."""
         early = self._early
         if early is None or early.asked[1] != work.step:  # another worker's shard of the open round
@@ -222,8 +184,8 @@ class LocalReplica(Replica):
         return early if early.asked == _asked(work) and early.begun_at is self._away else None
 
     def _come_to_mixing(
-        self, work: ShardWork, early: _Early | None, begun: Mapping[str, Tensor], saved: list[Tensor]
-    ) -> tuple[_Early | None, int]:
+        self, work: ShardWork, early: FirstSteps | None, begun: Mapping[str, Tensor], saved: list[Tensor]
+    ) -> tuple[FirstSteps | None, int]:
         """Take the first steps where they were not taken, and mix in what the round begins with.
 
         Args:
@@ -251,7 +213,7 @@ class LocalReplica(Replica):
             self._buffers.adopt(*early.moved)
         return early, self._num_before(work)
 
-    def _first_steps(self, work: ShardWork, end: _RoundEnd, before: int) -> _Early:
+    def _first_steps(self, work: ShardWork, end: RoundEnd, before: int) -> FirstSteps:
         """Take a round's steps before the common weights are mixed in, from the end of the one before."""
         with torch.no_grad():
             for name, value in (end.weights or {}).items():
@@ -261,16 +223,16 @@ class LocalReplica(Replica):
         results = self._take_steps(work, 0, self._num_before(work), before)
         self._buffers.reopen(end.buffers)
         moved = None if self.layout.buffers is None else self._buffers.flatten()
-        return _Early(_asked(work), end, results, moved)
+        return FirstSteps(_asked(work), end, results, moved)
 
     def _num_before(self, work: ShardWork) -> int:
         """Return how many steps of a round come before the common weights are mixed in: one at least comes after."""
         return min(self._delay, work.num_steps - 1)
 
-    def _round_end(self, work: ShardWork, goes_on: bool) -> _RoundEnd:
+    def _round_end(self, work: ShardWork, goes_on: bool) -> RoundEnd:
         names = [name for bucket in self.layout.buckets for name in bucket.names] if goes_on else []
         weights = {name: self._named[name].detach().clone() for name in names} if goes_on else None
-        return _RoundEnd(self._held_inner(), work.num_steps, weights, self._buffers.saved)
+        return RoundEnd(self._held_inner(), work.num_steps, weights, self._buffers.saved)
 
     def _move_schedule(self) -> None:
         if self._schedule is not None:
@@ -446,15 +408,45 @@ class LocalReplica(Replica):
             state["outer"] = {"steps": self.steps, "momentum": plain(self._momentum, "outer")}
         return state
 
+    def own_part(self) -> dict[str, Any]:
+        """Return what only this worker has at the end of the last round, as plain data; `load_state` takes it as "own".
+
+        That is what its optimizer and schedule keep, what its messages left out, and where its next round begins.
+
+        Raises:
+            CheckpointError: as `state`.
+        """
+        end = self._away
+        away = None if end is None else (end.num_steps, end.weights, end.buffers)
+        mine = {"messages": self._messages, "rests": self.wire.rests(), "away": away}
+        return {**super().state(model=False), **plain(mine, "own")}
+
+    @property
+    def _messages(self) -> str:
+        """What must be alike where what messages left out is taken over: buckets and how they travel."""
+        rounds, spec = self._spec.rounds, self._spec
+        assert rounds is not None
+        return f"{self.layout.digest()} {spec.wire} {rounds.outer} {rounds.density} {rounds.bits}"
+
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Become a whole state; one of a run that exchanged every step has no outer part, which then begins anew."""
-        super().load_state(state)
+        """Become a whole state, with an own part where "own" has one.
+
+        One of a run that exchanged every step has no outer part, which then begins anew.
+        """
+        own = state.get("own")
+        super().load_state(state if own is None else {**state, **own})
         self._away = None
         if outer := state.get("outer"):
             self.steps = int(outer["steps"])
             with explained("outer"):
                 momentum = {name: outer["momentum"][name] for name in self._named if name in outer["momentum"]}
             self._momentum = {name: value.to(self.device, copy=True) for name, value in momentum.items()}
+        if own is not None and own["messages"] == self._messages:
+            self.wire.take_rests({key: rest.to(self.device, copy=True) for key, rest in own["rests"].items()})
+            if own["away"] is not None and self._delay:
+                steps, weights, buffers = own["away"]
+                begun = {name: value.to(self.device, copy=True) for name, value in weights.items()}
+                self._away = RoundEnd([], steps, begun, [value.to(self.device, copy=True) for value in buffers])
 
 
 # ----------------------------------------------------------------------------------------------------------- functions

@@ -64,6 +64,7 @@ class RunFiles:
             kind: "" for those of a period, "best" for the best, of which there is one.
         """
         self._finish_last()
+        self._replica_set.keep_own(self._job)
         master, held_step = self._replica_set.master, self._replica_set.master_step
         needed, free = size_of([*master.model.state_dict().values(), master.optimizer.state_dict()]), _free_bytes()
         step = self._place.steps
@@ -82,7 +83,8 @@ class RunFiles:
     @property
     def extras(self) -> checkpoint.Extras:
         """What a checkpoint of now has beside state and place."""
-        return checkpoint.Extras(self._base, self._log_mark, self._replica_set.kept)
+        own = self._replica_set.own_of(self._replica_set.master_step)
+        return checkpoint.Extras(self._base, self._log_mark, self._replica_set.kept, own)
 
     def save(self, path: Path) -> None:
         """Write the state that the master holds to this file, before it returns.
@@ -91,6 +93,7 @@ class RunFiles:
             CheckpointError: the file cannot be written.
         """
         held, place = self._replica_set, self._place
+        held.keep_own(self._job)
         checkpoint.write(path, held.master.state(), place.steps - 1, place.where(), held.spec, self.extras)
         held.note_saved(path, held.master_step)
 

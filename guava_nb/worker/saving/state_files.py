@@ -30,6 +30,10 @@ _BEGIN = len(_MARK) + _LENGTH_BYTES
 _OLD_S = 7 * 86400.0
 
 
+#: Of a session with local rounds: so many checkpoints have their workers' own parts; last hexadecimal digits of their numbers.
+_CHECKPOINTS, _PLACE_DIGITS = 4, 3
+
+
 class NoRoom(OSError):
     """The disk has too little room for a state; the text says how much."""
 
@@ -101,7 +105,7 @@ class StateFiles:
 
     def read(self, run_id: str, run_digest: str, number: int) -> tuple[SavedRecord, memoryview, str] | None:
         """Return record, bytes and digest of a state; None where it is not there, of other code or options, or damaged."""
-        content = _content(self.folder / _name(run_id, number))
+        content = _content(self._found(run_id, number) or self.folder)
         body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
         found = hashlib.sha256(body)
         if bytes(body[: len(_MARK)]) != _MARK or not hmac.compare_digest(found.digest(), bytes(digest)):
@@ -116,9 +120,24 @@ class StateFiles:
         kept = {_name(run_id, number) for number in numbers}
         _remove(path for path in _within(self.folder) if path.name not in kept)
 
+    def has(self, run_id: str, number: int) -> bool:
+        """Whether a state lies here, of this session or of another one."""
+        return self._found(run_id, number) is not None
+
+    def keep_newest(self, run_id: str) -> None:
+        """Remove the session's states but those of the newest checkpoints, whose numbers share all but the last digits."""
+        newest: dict[str, float] = {}
+        for path in (files := list(self.folder.glob(f"{_run(run_id)}-*.state"))):
+            newest[_checkpoint(path)] = max(newest.get(_checkpoint(path), 0.0), _written_s(path))
+        kept = sorted(newest, key=lambda one: newest[one])[-_CHECKPOINTS:]
+        _remove(path for path in files if _checkpoint(path) not in kept)
+
+    def _found(self, run_id: str, number: int) -> Path | None:
+        return next(self._all.glob(f"*/{_name(run_id, number)}"), None)
+
     def remove(self) -> None:
         """Remove all states of the session, and those of sessions that were not written to for a week."""
-        old = [one for one in _within(self._all) if one != self.folder and _age_s(one) > _OLD_S]
+        old = [one for one in _within(self._all) if one != self.folder and time.time() - _written_s(one) > _OLD_S]
         for folder in (self.folder, *old):
             _remove(_within(folder))
             with contextlib.suppress(OSError):
@@ -141,8 +160,16 @@ def _content(path: Path) -> memoryview:
     return memoryview(b"")
 
 
+def _run(run_id: str) -> str:
+    return hashlib.sha256(run_id.encode()).hexdigest()[:16]
+
+
 def _name(run_id: str, number: int) -> str:
-    return f"{hashlib.sha256(run_id.encode()).hexdigest()[:16]}-{number:x}.state"
+    return f"{_run(run_id)}-{number:x}.state"
+
+
+def _checkpoint(path: Path) -> str:
+    return path.stem.rpartition("-")[2][:-_PLACE_DIGITS]
 
 
 def _write(path: Path, parts: Sequence[bytes | memoryview]) -> str:
@@ -179,7 +206,7 @@ def _remove(paths: Iterable[Path]) -> None:
             path.unlink()
 
 
-def _age_s(path: Path) -> float:
+def _written_s(path: Path) -> float:
     with contextlib.suppress(OSError):
-        return time.time() - path.stat().st_mtime
-    return 0.0
+        return path.stat().st_mtime
+    return time.time()

@@ -17,6 +17,7 @@ from torch import Tensor
 from guava_nb.data.codec import pack, unpack
 from guava_nb.protocol.messages import FetchState, SavedState, SaveState, State
 from guava_nb.replica.replica import Replica
+from guava_nb.replica.rounds.local_replica import LocalReplica
 from guava_nb.wire_formats.held_tensors import HeldTensors
 from guava_nb.worker.preparation import PreparedRun, Send
 from guava_nb.worker.saving.state_files import SavedRecord, StateFiles
@@ -24,6 +25,10 @@ from guava_nb.worker.saving.state_files import SavedRecord, StateFiles
 __all__ = ["Found", "StateKeeper"]
 
 log = logging.getLogger(__name__)
+
+_NO_FOLDER = "this worker lives in its user's own process"
+#: Own parts are found by their number alone: another run goes on from them.
+_OWN = "own"
 
 
 class Found(NamedTuple):
@@ -55,6 +60,7 @@ class StateKeeper:
         """Touch nothing yet."""
         self._send, self._folder = send, folder
         self._files: StateFiles | None = None
+        self._own: StateFiles | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._base, self._held = 0, None  # number of the weights to which differences are sent, and their copy
         self.on_saved: Callable[[], None] = lambda: None
@@ -68,7 +74,7 @@ class StateKeeper:
         files = StateFiles(self._folder, session)
         if self._files is not None and self._files.folder != files.folder:
             self.close(remove=True)
-        self._files = files
+        self._files, self._own = files, StateFiles(self._folder, f"{session} own")
 
     def keep(self, run: PreparedRun, question: FetchState, step: int, ticks: int) -> None:
         """Copy the state of the last committed step, and answer when it is kept as wanted; raises what `Replica.state` does.
@@ -81,14 +87,15 @@ class StateKeeper:
         """
         order, began = question.save, time.monotonic()
         assert order is not None and isinstance(run.replica, Replica)
-        state, schedule = run.replica.state(), run.replica.schedule_state()
+        schedule = run.replica.schedule_state()
+        state = run.replica.own_part() if order.own and isinstance(run.replica, LocalReplica) else run.replica.state()
         named = run.replica.model.named_parameters(remove_duplicate=False)
         learned = {name for name, parameter in named if parameter.requires_grad}
         record = SavedRecord(run.run_id, order.number, _run_digest(run), step, ticks, pack({})[0])
 
         def work() -> None:
             try:
-                saved, small = self._do(order, record, state, learned)
+                saved, small = self._keep_own(record, state) if order.own else self._do(order, record, state, learned)
             except Exception as error:  # no file, no memory: the run goes on, and the orchestrator has its own ways
                 log.warning("the state after step %d is not kept here: %s", step + 1, error)
                 saved, small = SavedState(problem=str(error)[:300] or type(error).__name__), {}
@@ -100,6 +107,25 @@ class StateKeeper:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "guava-states")
         self._thread.submit(work)
+
+    def _keep_own(self, record: SavedRecord, part: dict[str, Any]) -> tuple[SavedState, dict[str, Any]]:
+        if self._own is None:
+            return SavedState(problem=_NO_FOLDER), {}
+        tree, buffers = pack(part)
+        digest, nbytes = self._own.write(
+            msgspec.structs.replace(record, run_id=_OWN, run_digest="", tree=tree), buffers
+        )
+        self._own.keep_newest(_OWN)
+        return SavedState(digest, nbytes), {}
+
+    def own_parts(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Return which of these own parts lie here."""
+        return tuple(number for number in numbers if self._own is not None and self._own.has(_OWN, number))
+
+    def own_part(self, number: int) -> dict[str, Any] | None:
+        """Return an own part; None where it is not here whole."""
+        found = self._own.read(_OWN, "", number) if number and self._own is not None else None
+        return None if found is None else unpack(found[0].tree, found[1])
 
     def _do(
         self, order: SaveState, record: SavedRecord, state: dict[str, Any], learned: set[str]
@@ -115,8 +141,7 @@ class StateKeeper:
         if not order.number:
             return SavedState(held=held, left_out=left_out), small
         if self._files is None:
-            problem = "this worker lives in its user's own process"
-            return SavedState(held=held, left_out=left_out, problem=problem), small
+            return SavedState(held=held, left_out=left_out, problem=_NO_FOLDER), small
         self._files.keep_only(record.run_id, [order.known])
         content = {"state": state, "base": self._base, "held": None if self._held is None else self._held.content()}
         tree, buffers = pack(content)

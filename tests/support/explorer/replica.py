@@ -19,7 +19,8 @@ from guava_nb.protocol.messages import BatchShard, Commit
 from guava_nb.replica.buckets import BucketWire
 from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.replica.replica import Replica
-from guava_nb.replica.rounds.local_replica import LocalReplica, _asked, _Early, _RoundEnd
+from guava_nb.replica.rounds.local_replica import LocalReplica, _asked
+from guava_nb.replica.rounds.round_end import FirstSteps, RoundEnd
 from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork
 
 __all__ = ["FAILURES", "CountingReplica", "EarlyReplica", "after_steps", "gradient_of", "ids_of"]
@@ -213,22 +214,22 @@ class EarlyReplica(CountingReplica, LocalReplica):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._early: _Early | None = None
-        self._after: _RoundEnd | None = None
-        self._away: _RoundEnd | None = None
+        self._early: FirstSteps | None = None
+        self._after: RoundEnd | None = None
+        self._away: RoundEnd | None = None
 
     can_apply_ahead = False  # type: ignore[assignment]
 
     def begin_early(self, work: ShardWork) -> float:
         assert self._after is not None
-        self._early = _Early(_asked(work), self._after, list(work.parts), None)
+        self._early = FirstSteps(_asked(work), self._after, list(work.parts), None)
         return 0.0
 
     def launch_shard(self, work: ShardWork, on_bucket: Any = None, gates: bool = False) -> LaunchedShard:
         if (early := self._taken_early(work)) is not None:
             work = replace(work, parts=early.results)
         launched = super().launch_shard(work, on_bucket, gates)
-        self._after = self._after or _RoundEnd([], 1, None if on_bucket is None else {}, [])
+        self._after = self._after or RoundEnd([], 1, None if on_bucket is None else {}, [])
         return launched
 
     def apply(self, sums: Any, commit: Commit, step: int = 0) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from guava_nb.errors import CheckpointError
 from guava_nb.orchestrator.run_record import LastRun, RunRecord
-from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.protocol.messages import Factory, RoundSpec, RunSpec
 from guava_nb.training.plan import Position
 
 SPEC = RunSpec(model=Factory("Net"), criterion=Factory("MSELoss"), step=None, optimizer=Factory("SGD"), scheduler=None)
@@ -26,7 +27,7 @@ def feed(epoch: int, batches: int) -> dict[str, Any]:
 def recorded(path: Path, steps: int, at: Position = BEGINNING, first: int = 0) -> RunRecord:
     record = RunRecord(path, "run-3", SPEC)
     for step in range(first, first + steps):
-        record.issued(step, at, 2, 16, lambda: feed(at.epoch, at.batches))
+        record.issued(step, at, 2, 16, lambda: feed(at.epoch, at.batches), step)
     return record
 
 
@@ -53,14 +54,14 @@ def test_each_step_that_was_issued_has_its_place(tmp_path_factory: Any, steps: i
 def test_steps_that_are_issued_again_count_from_what_is_committed(tmp_path: Path) -> None:
     path = tmp_path / "one.run"
     record = recorded(path, 5)
-    record.issued(2, Position(0, 4, 32), 2, 16, lambda: feed(0, 4))
+    record.issued(2, Position(0, 4, 32), 2, 16, lambda: feed(0, 4), 2)
     last = LastRun.read(path)
     assert last is not None and last.places == {1: (0, 4, 32), 2: (0, 6, 48)}
 
 
 def test_the_log_of_the_run_is_known_to_the_process_that_follows(tmp_path: Path) -> None:
     path = tmp_path / "one.run"
-    RunRecord(path, "run-3", SPEC, lambda: ("run-3-now", 40, 2)).issued(0, BEGINNING, 2, 16, lambda: feed(0, 0))
+    RunRecord(path, "run-3", SPEC, lambda: ("run-3-now", 40, 2)).issued(0, BEGINNING, 2, 16, lambda: feed(0, 0), 0)
     last = LastRun.read(path)
     assert last is not None and last.log == ("run-3-now", 40, 2)
     recorded(path, 1)
@@ -71,7 +72,7 @@ def test_the_log_of_the_run_is_known_to_the_process_that_follows(tmp_path: Path)
 def test_a_run_whose_workers_have_all_ended_is_lost_and_its_newest_checkpoint_is_named(tmp_path: Path) -> None:
     path, files = tmp_path / "one.run", tmp_path / "checkpoints" / "run-3-now"
     facts = {"workers": ["local-1", "local-2"], "files": str(files)}
-    RunRecord(path, "run-3", SPEC, facts=lambda: facts).issued(0, BEGINNING, 2, 16, lambda: feed(0, 0))
+    RunRecord(path, "run-3", SPEC, facts=lambda: facts).issued(0, BEGINNING, 2, 16, lambda: feed(0, 0), 0)
     assert LastRun.lost(path, ["local-1"]) == "", "another worker may come back"
     lost = LastRun.lost(path, ["local-1", "local-2"])
     assert "run-3 was trained by workers of that kernel alone (local-1, local-2)" in lost and "train anew" in lost
@@ -90,7 +91,7 @@ def test_what_workers_may_hold_and_no_file_has_is_told_before_another_run_gives_
     facts = {"workers": ["lab-1"], "files": str(files)}
     record = RunRecord(path, "run-3", SPEC, facts=lambda: facts)
     for step in range(3):
-        record.issued(step, BEGINNING, 2, 16, lambda: feed(0, 0))
+        record.issued(step, BEGINNING, 2, 16, lambda: feed(0, 0), 0)
     record.close()
     held = LastRun.held(path)
     assert (
@@ -108,7 +109,7 @@ def test_what_workers_may_hold_and_no_file_has_is_told_before_another_run_gives_
 def test_a_new_epoch_begins_a_new_record(tmp_path: Path) -> None:
     path = tmp_path / "one.run"
     record = recorded(path, 5)
-    record.issued(5, Position(1, 0, 0), 2, 16, lambda: feed(1, 0))
+    record.issued(5, Position(1, 0, 0), 2, 16, lambda: feed(1, 0), 5)
     last = LastRun.read(path)
     assert last is not None and last.places == {4: (1, 0, 0), 5: (1, 2, 16)}
 
@@ -143,7 +144,7 @@ def test_what_is_forgotten_is_gone(tmp_path: Path) -> None:
 def test_the_steps_of_another_record_are_not_its_own(tmp_path: Path) -> None:
     """As when the process is killed after the one file was replaced and before the other was begun."""
     recorded(tmp_path / "one.run", 5)
-    recorded(tmp_path / "new.run", 0).issued(0, BEGINNING, 1, 4, lambda: feed(0, 0))
+    recorded(tmp_path / "new.run", 0).issued(0, BEGINNING, 1, 4, lambda: feed(0, 0), 0)
     (tmp_path / "new.run").replace(tmp_path / "one.run")
     last = LastRun.read(tmp_path / "one.run")
     assert last is not None and last.places == {-1: (0, 0, 0)}
@@ -156,6 +157,21 @@ def test_a_disk_that_takes_nothing_ends_no_run_and_leaves_no_old_record(tmp_path
     (tmp_path / "one.steps").mkdir()  # cannot be opened for writing, whoever runs this
     record = RunRecord(path, "run-4", SPEC, tell=told.append)
     for step in range(3):
-        record.issued(step, BEGINNING, 1, 4, lambda: feed(0, 0))
+        record.issued(step, BEGINNING, 1, 4, lambda: feed(0, 0), 0)
     assert len(told) == 1 and "cannot be noted" in told[0] and not path.exists()
     assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(("each", "batches"), [(1, (3, 3, 1)), (2, (6, 6, 3))])
+def test_a_round_of_local_steps_counts_as_many_steps_as_it_has(
+    tmp_path: Path, each: int, batches: tuple[int, ...]
+) -> None:
+    """Two rounds of three steps and one of what is left; the record begins at round 5, after 17 steps."""
+    path, spec = tmp_path / "one.run", replace(SPEC, rounds=RoundSpec("average", 1.0, 0.0, each))
+    record, at = RunRecord(path, "run-3", spec), Position(1, 2 * each, 32)
+    for number, count in enumerate(batches):
+        record.issued(5 + number, at, count, 16, lambda: feed(1, 2 * each), 17)
+    last = LastRun.read(path)
+    assert last is not None
+    assert [last.steps_after(step) for step in (4, 5, 6, 7)] == [17, 20, 23, 23 + -(-batches[-1] // each)]
+    assert LastRun("run-3", {"rounds": None}, {7: (0, 16, 99)}, {}).steps_after(7) == 8
