@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from guava_nb.cli import DEMO_THREADS
 from guava_nb.cli.result import check_report_path, result_view, write_report
 from guava_nb.config import MODES, DistributedConfig
 from guava_nb.doctor.memory import check_room_for, memory_here
 from guava_nb.errors import ConfigError
-from guava_nb.processes.local_workers import expect_workers
+from guava_nb.processes.nursery import expect_workers
 from guava_nb.render.text import to_text
 from guava_nb.spec.loading import loading_without_collections
 from guava_nb.spec.training_options import TrainingOptions, option_infos
@@ -26,9 +27,6 @@ __all__ = ["DemoOptions", "add_command", "make_loaders", "options_from", "run_de
 
 MODEL, LOSS = "guava_nb.cli.demo_model:DigitNet", "CrossEntropyLoss"
 _OF_ROUNDS = ("sync_every", "outer", "sync_delay")
-THREADS = (
-    1  # in each process: its tensors are small, and threads that wait for each other need cores that nothing else uses
-)
 JOIN_TIMEOUT_S = 120.0  # a worker process imports torch first, which takes seconds on a busy machine
 
 
@@ -198,7 +196,7 @@ def make_loaders(options: DemoOptions) -> tuple[DataLoader[Any], DataLoader[Any]
 
 
 def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, Any], Module]:
-    expect_workers(THREADS)
+    expect_workers(DEMO_THREADS)
     with loading_without_collections():
         import torch
 
@@ -206,7 +204,7 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
         from guava_nb.telemetry.hardware import pick_device
 
     pick_device(options.device)  # refuses one that is not here
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(DEMO_THREADS)
     train_loader, val_loader = make_loaders(options)
     print(
         f"Training on the packaged digit images with {options.workers} worker process(es) on this machine ...",
@@ -215,7 +213,7 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
     with Orchestrator(config) as orchestrator:
         axes: dict[str, Any] = {"dp": options.workers // 2, "pp": 2} if options.mode == "hybrid" else {}
         orchestrator.set_mode(options.mode, **axes)
-        orchestrator.launch_workers(options.workers, device=options.device, threads=THREADS)
+        orchestrator.launch_workers(options.workers, device=options.device, threads=DEMO_THREADS)
         print(*orchestrator.status().notes, sep="\n", flush=True)
         # The first optimizer needs it, and it sets a variable of the environment: load it while the launched workers come.
         with loading_without_collections():

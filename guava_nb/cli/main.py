@@ -12,10 +12,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from guava_nb.cli import demo, doctor, run, status, worker
-from guava_nb.config.version import installed_version
+from guava_nb.cli import DEMO_THREADS
 from guava_nb.errors import ConfigError, GuavaError
-from guava_nb.render.errors import error_text
+from guava_nb.processes.nursery import close_unused, expect_workers
 
 __all__ = ["build_parser", "command", "main"]
 
@@ -51,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("guava: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except GuavaError as error:
+        from guava_nb.render.errors import error_text
+
         print(f"guava: {error_text(error)}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
 
@@ -58,13 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command() -> int:
     """Run the command of this process; returns as `main`.
 
-    A demo's process ends here instead: all of it is closed, and to unload torch takes a second and a half. The other commands
-    end as usual, since a program of the user's may have something to do at its exit.
+    A demo's workers begin to load their libraries before anything else of the command is loaded: that takes longer than all that
+    happens here meanwhile. And a demo's process ends here: all of it is closed, and to unload torch takes a second and a half.
+    The other commands end as usual, since a program of the user's may have something to do at its exit.
     """
+    is_demo = sys.argv[1:2] == ["demo"]
+    if is_demo and not {"-h", "--help"} & set(sys.argv):
+        expect_workers(DEMO_THREADS)
     if sys.argv[1:2] != ["run"]:  # a program of the user's finds its output as without us
         _take_any_text()
-    status = main()
-    if sys.argv[1:2] == ["demo"]:
+    try:
+        status = main()
+    finally:
+        close_unused()
+    if is_demo:
         with contextlib.suppress(OSError):  # who read its output has gone
             sys.stdout.flush()
         os._exit(status)
@@ -80,6 +88,9 @@ def _take_any_text() -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command; `args.run` is the function of the chosen subcommand."""
+    from guava_nb.cli import demo, doctor, run, status, worker
+    from guava_nb.config.version import installed_version
+
     parser = argparse.ArgumentParser(
         prog="guava", description="Notebooks and GPUs behind NAT as one PyTorch training job."
     )

@@ -36,7 +36,8 @@ from guava_nb.link.listener import Listener
 from guava_nb.link.options import link_options
 from guava_nb.link.tunnel_keeper import TunnelKeeper, asked_here, bind_for
 from guava_nb.processes.interrupts import interrupts_wait
-from guava_nb.processes.local_workers import WorkerHandle, close_all, expect_workers, launch
+from guava_nb.processes.local_workers import WorkerHandle, close_all, launch
+from guava_nb.processes.nursery import expect_workers
 from guava_nb.processes.old_logs import forget_old
 from guava_nb.processes.placement import allowed_cores, describe, place, visible_gpus
 from guava_nb.protocol.joincode import JoinCode

@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -29,7 +28,7 @@ from guava_nb.config.state_folder import make_private_folder
 from guava_nb.errors import GuavaError, JoinCodeError
 from guava_nb.link.dialler import visit
 from guava_nb.link.options import LinkOptions, link_options
-from guava_nb.processes.nursery import ForkedProcess, begin_nursery, find_nursery
+from guava_nb.processes.nursery import WORKER_WORDS, ForkedProcess, find_nursery, worker_environment
 from guava_nb.processes.old_logs import forget_old
 from guava_nb.processes.pipe import (
     EXIT_AGAIN,
@@ -38,7 +37,6 @@ from guava_nb.processes.pipe import (
     EXIT_REFUSED,
     MARK,
     MAX_LINE_CHARS,
-    NURSERY,
     ending_text,
 )
 from guava_nb.processes.pulse import PulseWatch
@@ -47,9 +45,8 @@ from guava_nb.protocol.messages import CrashReport
 from guava_nb.status import OwnFigures
 from guava_nb.systems import own_group
 
-__all__ = ["ListenAt", "WorkerHandle", "WorkerState", "close_all", "expect_workers", "launch", "lines_of"]
+__all__ = ["ListenAt", "WorkerHandle", "WorkerState", "close_all", "launch", "lines_of"]
 
-_WORDS = (sys.executable, "-m", "guava_nb.worker.process")
 
 #: Enough for the traceback of a crash below Python together with what was printed before it.
 TAIL_LINES = 120
@@ -365,7 +362,7 @@ def _forked(environment: Mapping[str, str]) -> ForkedProcess | None:
 
 def _spawned(environment: Mapping[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        _WORDS,
+        WORKER_WORDS,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -375,25 +372,6 @@ def _spawned(environment: Mapping[str, str]) -> subprocess.Popen[str]:
         env=environment,
         **own_group(),
     )
-
-
-def worker_environment(threads: int | None) -> dict[str, str]:
-    """Return the environment of a worker process with so many of torch's threads; None leaves it to torch.
-
-    Threads that wait for each other spin for some 50 µs and then sleep, where the user's environment does not say otherwise. By
-    default they spin for milliseconds: with other programs on the cores, each burns the time that the one it waits for needs.
-    """
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:replace"}
-    if "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault("GOMP_SPINCOUNT", "1000")
-    if threads is not None:
-        environment["OMP_NUM_THREADS"] = str(threads)
-    return environment
-
-
-def expect_workers(threads: int | None) -> None:
-    """Begin to load what workers with so many threads need; each `launch` of such a worker then takes milliseconds."""
-    begin_nursery([*_WORDS, NURSERY], worker_environment(threads))
 
 
 def close_all(workers: Sequence[WorkerHandle], timeout_s: float = 5.0) -> None:

@@ -20,10 +20,14 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 
+from guava_nb.processes.pipe import NURSERY
 from guava_nb.spec.loading import loading_without_collections
 
-__all__ = ["ForkedProcess", "Nursery", "begin_nursery", "find_nursery", "serve"]
+__all__ = ["WORKER_WORDS", "ForkedProcess", "Nursery", "begin_nursery", "close_unused", "expect_workers"]
+__all__ += ["find_nursery", "serve", "worker_environment"]
 
+#: The command line of a worker process.
+WORKER_WORDS = (sys.executable, "-m", "guava_nb.worker.process")
 #: Longest wait for a nursery to load everything: from a slow network disk it can take that long.
 START_S = 60.0
 _NURSERY_OF: dict[tuple[object, ...], Nursery] = {}
@@ -121,13 +125,18 @@ class ForkedProcess:
 
 
 class Nursery:
-    """The nursery of one environment. It ends when the last of its processes has ended. Thread-safe."""
+    """The nursery of one environment. It ends when the last of its processes has ended. Thread-safe.
+
+    Attributes:
+        was_asked: for a process, once at least.
+    """
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Spawn it."""
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             self._process = subprocess.Popen(words, stdin=its.fileno(), env=environment, start_new_session=True)
+        self.was_asked = False  # for a process
         self._num_running = 0
 
     def fork(self, descriptors: Sequence[int]) -> None:
@@ -138,6 +147,7 @@ class Nursery:
         """
         with _lock:
             socket.send_fds(self._socket, [b"fork"], descriptors)
+            self.was_asked = True
             self._num_running += 1
 
     def leave(self) -> None:
@@ -166,6 +176,34 @@ def begin_nursery(words: Sequence[str], environment: Mapping[str, str]) -> None:
         with _lock:
             if _key(environment) not in _NURSERY_OF:
                 _NURSERY_OF[_key(environment)] = Nursery(words, environment)
+
+
+def worker_environment(threads: int | None) -> dict[str, str]:
+    """Return the environment of a worker process with so many of torch's threads; None leaves it to torch.
+
+    Threads that wait for each other spin for some 50 µs and then sleep, where the user's environment does not say otherwise. By
+    default they spin for milliseconds: with other programs on the cores, each burns the time that the one it waits for needs.
+    """
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:replace"}
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", "1000")
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    return environment
+
+
+def expect_workers(threads: int | None) -> None:
+    """Begin to load what workers with so many threads need; each `launch` of such a worker then takes milliseconds."""
+    begin_nursery([*WORKER_WORDS, NURSERY], worker_environment(threads))
+
+
+def close_unused() -> None:
+    """End each nursery that no process was asked of yet: nothing will be."""
+    with _lock:
+        unused = [key for key, one in _NURSERY_OF.items() if not one.was_asked]
+        nurseries = [_NURSERY_OF.pop(key) for key in unused]
+    for nursery in nurseries:
+        nursery.close()
 
 
 def find_nursery(environment: Mapping[str, str]) -> Nursery | None:

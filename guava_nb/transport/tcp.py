@@ -25,6 +25,9 @@ from guava_nb.transport.stream import Buffer, Stream, flatten
 __all__ = ["TcpStream", "connect", "is_loopback", "listen", "look_up", "name_of"]
 
 _MAX_BUFFERS_PER_CALL = 512  # below IOV_MAX of every system we know (1024)
+#: For how many bytes a "yes" of the kernel holds that it takes more, and as how many a shorter send counts: each takes some room
+#: there. To ask gives the interpreter's lock away, which costs a small message more than its bytes do.
+_BYTES_PER_ANSWER, _LEAST_BYTES = 4 << 10, 512
 _BACKLOG = 256
 _PORT_TRIES = 16
 _ON_WINDOWS = os.name == "nt"
@@ -46,6 +49,7 @@ class TcpStream(Stream):
         self._sock = sock
         self._closed = False
         self._recv_s: float | None = None
+        self._room_bytes, self._is_sending = 0, False  # what the kernel takes without being asked again
         self.local = name_of(sock.getsockname())
         try:
             self.peer = name_of(sock.getpeername())
@@ -54,16 +58,21 @@ class TcpStream(Stream):
 
     def send_all(self, buffers: Sequence[Buffer]) -> None:
         """Send the bytes from where they lie."""
+        views = flatten(buffers)
+        self._room_bytes -= max(_LEAST_BYTES, sum(map(len, views)))
+        self._is_sending = True
         try:
-            if len(buffers) == 1:
-                self._sock.sendall(buffers[0])
+            if len(views) == 1:
+                self._sock.sendall(views[0])
             elif hasattr(self._sock, "sendmsg"):
-                _send_gathered(self._sock, flatten(buffers))
+                _send_gathered(self._sock, views)
             else:
-                for view in flatten(buffers):
+                for view in views:
                     self._sock.sendall(view)
         except OSError as problem:
             raise self._error("sending to", problem) from problem
+        finally:
+            self._is_sending = False
 
     def recv_into(self, view: memoryview) -> int:
         """Receive straight into `view`."""
@@ -78,11 +87,17 @@ class TcpStream(Stream):
         return count
 
     def can_send_now(self) -> bool:
-        """Ask the kernel; with TCP_NOTSENT_LOWAT it says yes only while little waits unsent."""
+        """Ask the kernel; with TCP_NOTSENT_LOWAT it says yes only while little waits unsent. A yes holds for a few sends."""
+        if self._room_bytes > 0:
+            return True
         try:
-            return _writable(self._sock)
+            if not _writable(self._sock):
+                return False
         except (OSError, ValueError):
             return True
+        if not self._is_sending:  # else what goes out takes that room
+            self._room_bytes = _BYTES_PER_ANSWER
+        return True
 
     def set_deadline(self, recv_s: float | None) -> None:
         """Set the kernel's receive deadline; a wait that has begun keeps the old one."""

@@ -87,8 +87,6 @@ def test_mlflow_has_the_curves_the_settings_and_the_end(session: Orchestrator, t
     client = mlflow.MlflowClient(tracking_uri=(tmp_path / "runs" / "mlruns").as_uri())
     (experiment,) = [one for one in client.search_experiments() if one.name == "guava_nb"]
     (run,) = client.search_runs([experiment.experiment_id])
-    got = {
-        name: [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)] for name in wanted
-    }
+    got = {name: [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)] for name in wanted}
     assert got == wanted and run.info.status == "FINISHED" and any("optimizer" in name for name in run.data.params)
     assert len(client.get_metric_history(run.info.run_id, "epoch/loss")) == 2

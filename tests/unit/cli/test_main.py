@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from guava_nb.cli import demo, doctor
+from guava_nb.cli import DEMO_THREADS, demo, doctor
+from guava_nb.cli import main as cli_main
 from guava_nb.cli.main import build_parser, command, main
 from guava_nb.doctor import Check
 from guava_nb.errors import ConfigError, GuavaError, RemoteError, WorkerLost
@@ -93,9 +94,17 @@ def test_a_demo_s_process_ends_at_once_and_another_command_s_as_usual(monkeypatc
     def fail(options: object) -> None:
         raise ConfigError("it is wrong")
 
+    begun: list[int] = []
+    monkeypatch.setattr(cli_main, "expect_workers", begun.append)
+    monkeypatch.setattr(cli_main, "close_unused", lambda: begun.append(0))
     monkeypatch.setattr(demo, "run_demo", fail)
     monkeypatch.setattr(sys, "argv", ["guava", "demo"])
     assert command() == 2 and ended == [2]
+    assert begun == [DEMO_THREADS, 0]  # before anything else is read, and ended where nothing is started
+    monkeypatch.setattr(sys, "argv", ["guava", "demo", "-h"])
+    with pytest.raises(SystemExit):
+        command()
+    assert begun == [DEMO_THREADS, 0, 0]
     monkeypatch.setattr(sys, "argv", ["guava", "doctor"])
     monkeypatch.setattr(doctor, "run_checks", list)
     assert command() == 0 and ended == [2]
@@ -117,6 +126,12 @@ def test_a_worker_s_name_that_the_output_cannot_hold_ends_no_command(
         assert command() == 0
         sys.stdout.flush()
         assert shown in held.getvalue()
+
+
+def test_the_command_is_loaded_after_its_workers_have_begun_to_load() -> None:
+    code = "import sys\nimport guava_nb.cli.main\nprint(*{'numpy', 'msgspec', 'guava_nb.cli.demo'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not done.stdout.strip()
 
 
 def test_help_needs_no_torch() -> None:

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from guava_nb.processes.local_workers import WorkerHandle, lines_of, worker_environment
+from guava_nb.processes.local_workers import WorkerHandle, lines_of
+from guava_nb.processes.nursery import worker_environment
 from guava_nb.status import OwnFigures
 from guava_nb.worker.process import MARK
 

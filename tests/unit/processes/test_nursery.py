@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from guava_nb.processes.nursery import ForkedProcess, Nursery, begin_nursery, find_nursery
+from guava_nb.processes.nursery import ForkedProcess, Nursery, begin_nursery, close_unused, find_nursery
 from tests.support.processes import eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked on Linux only; this is Windows or macOS")
@@ -108,6 +108,18 @@ def test_it_ends_with_the_process_that_started_it() -> None:
     with psutil.Popen([sys.executable, "-c", code], stdout=-1, text=True) as starter:
         pids = [int(word) for word in starter.stdout.readline().split()]
     eventually(lambda: not any(map(runs, pids)), 20, "both have ended: the process reads the end of its input")
+
+
+def test_only_those_that_no_process_was_asked_of_are_closed_as_unused(nursery: Nursery) -> None:
+    unused = {**os.environ, "MARK_OF_THIS_TEST": "2"}
+    begin_nursery([sys.executable, "-c", PROGRAM], unused)
+    process = ForkedProcess(nursery)
+    close_unused()
+    assert find_nursery(unused) is None
+    assert int(asked(process)[0]) == process.pid
+    process.stdin.write("0\n")
+    process.stdin.flush()
+    assert ended(process) == 0
 
 
 def runs(pid: int) -> bool:

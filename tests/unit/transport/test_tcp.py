@@ -197,3 +197,22 @@ def test_what_is_in_the_way_is_told_by_what_the_system_says(
     monkeypatch.setattr(tcp, "_connect_one", fail)
     with pytest.raises(LinkBroken, match=words):
         connect(host, 9)
+
+
+def test_the_kernel_is_asked_once_for_a_few_short_sends_and_again_after_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    writable = tcp._writable
+    monkeypatch.setattr(tcp, "_writable", lambda sock: asked.append(writable(sock)) or asked[-1])  # type: ignore[func-returns-value]
+    with listening() as sockets:
+        stream = connect("127.0.0.1", sockets[0].getsockname()[1], timeout_s=5)
+        peer = sockets[0].accept()[0]
+        for _ in range(8):
+            assert stream.can_send_now()
+            stream.send_all([b"short"])
+        assert asked == [True]  # a short send counts as half a kilobyte of the four
+        assert stream.can_send_now() and asked == [True, True]
+        stream.send_all([bytes(5000)])
+        assert stream.can_send_now() and asked == [True] * 3
+        assert stream.can_send_now() and asked == [True] * 3  # nothing was sent since
+        stream.close()
+        peer.close()
