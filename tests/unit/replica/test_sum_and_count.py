@@ -22,6 +22,13 @@ def test_a_mean_with_a_count_and_a_loss_with_another_are_refused() -> None:
             lambda o, y: (-ce(o, y), len(y)),
         ),
         "mean already, times 0.5": (lambda o, y: (ce(o, y) * 0.5, len(y)), lambda o, y: (ce(o, y) / 2, len(y))),
+        "the second one, 0.75, is no number of samples": (
+            lambda o, y: (ce(o, y), 0.75),  # an accuracy
+            lambda o, y: (ce(o, y, reduction="none").mean(), torch.tensor(0.75)),
+            lambda o, y: (0.5 * ce(o, y) + 0.5 * o.pow(2).mean(), torch.tensor(0.75)),
+            lambda o, y: (o.pow(2).sum(1).mean(), 0.75),
+        ),
+        "the second one, 0, is no number of samples": (lambda o, y: (ce(o, y), torch.tensor(0.0)),),
         "divided by the second one": (lambda o, y: (ce(o, y, reduction="sum") / (y > 0).sum(), (y > 0).sum()),),
         "has a gradient": (lambda o, y: (ce(o, y) + o.pow(2).mean(), ce(o, y)),),
     }
@@ -36,5 +43,10 @@ def test_a_mean_with_a_count_and_a_loss_with_another_are_refused() -> None:
         lambda o, y: (o.exp().sum(0).mean(), len(y)),
         lambda o, y: (0.1 * (ce(o, y) * len(y)), len(y)),
         lambda o, y: (o.pow(2).mean() * torch.tensor(30.0) / 2, 30),
+        lambda o, y: ((ce(o, y, reduction="none") * (y != 0)).mean(), (y != 0).float().mean()),
+        lambda o, y: (ce(o, y, reduction="none").masked_fill(y == 0, 0.0).mean(), (y != 0).float().mean()),
+        lambda o, y: (0.25 * ce(o, y), 0.25),
+        lambda o, y: (o.mean() * 0.0, 0),  # no target was in this part
+        lambda o, y: (ce(o, y), 1),
     ):
         refuse_no_sum("f", *right(outputs, targets), 6)
