@@ -109,7 +109,7 @@ def _is_divided_by(node: Any, count: Any) -> bool:
     divisor = node._saved_other if node is not None and node.name() == "DivBackward0" else None
     if not isinstance(divisor, Tensor) or divisor.numel() != 1 or _is_on_gpu(count, divisor):
         return False
-    return float(count) > 1 and math.isclose(float(divisor), float(count), rel_tol=1e-6)
+    return float(count) > 1 and math.isclose(_number(divisor), float(count), rel_tol=1e-6)
 
 
 def _is_on_gpu(*values: Any) -> bool:
@@ -123,6 +123,17 @@ def _multiplied(node: Any, name: str) -> list[tuple[Any, ...]] | None:
     for (made, _), factor in zip(sides, saved, strict=False):
         inner = _factors_of_means(made)
         if inner is not None and isinstance(factor, Tensor) and factor.numel() == 1:
-            value = factor.detach()
-            return [(*chain, value if name == "MulBackward0" else 1 / value) for chain in inner]
+            value = factor.detach() if factor.is_cuda else _number(factor)
+            if name == "DivBackward0":
+                value = 1 / value if isinstance(value, Tensor) or value else math.inf
+            return [(*chain, value) for chain in inner]
     return None
+
+
+def _number(value: Any) -> float:
+    """The number in a tensor of one element.
+
+    A Python number that a loss was multiplied by is saved as a tensor on which operations fail while a dispatch mode of torch
+    looks on, as in the one-step check. Reading it as a list is no operation.
+    """
+    return float(value.tolist()) if isinstance(value, Tensor) and not value.ndim else float(value)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
 
 from guava_nb.errors import ConfigError
+from guava_nb.replica.model.parameter_writes import ParameterWrites
 from guava_nb.replica.sum_and_count import refuse_no_sum
 
 
@@ -50,3 +53,22 @@ def test_a_mean_with_a_count_and_a_loss_with_another_are_refused() -> None:
         lambda o, y: (ce(o, y), 1),
     ):
         refuse_no_sum("f", *right(outputs, targets), 6)
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("number", [6, 6.0, torch.tensor(6.0)])
+def test_numbers_beside_a_mean_are_read_while_a_dispatch_mode_looks_on(number: Any, right: bool) -> None:
+    """As in the one-step check, which was not made of a step that returns (mean * count, count)."""
+    outputs, targets = torch.randn(6, 5, requires_grad=True), torch.tensor([0, 1, 2, 3, 4, 0])
+    with ParameterWrites({}):
+        mean, total = (
+            functional.cross_entropy(outputs, targets),
+            functional.cross_entropy(outputs, targets, reduction="sum"),
+        )
+        for loss in (mean * number, number * mean, mean / (1 / number), mean * number + outputs.mean() / 2):
+            if right:
+                refuse_no_sum("f", loss, number, 6)
+        for loss in (mean / number, total / number):
+            if not right:
+                with pytest.raises(ConfigError, match="mean already|divided by the second one"):
+                    refuse_no_sum("f", loss, number, 6)
