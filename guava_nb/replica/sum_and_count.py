@@ -16,6 +16,8 @@ __all__ = ["refuse_no_sum"]
 
 #: How torch's losses write down reduction="mean" in the graph.
 _MEAN = 1
+#: What stands under a mean of values that were weighed or chosen: with the mean of the weights it may make a sum and its count.
+_WEIGHS = ("MulBackward0", "DivBackward0", "WhereBackward0", "MaskedFillBackward0", "MaskedFillBackward1")
 
 
 def refuse_no_sum(role: str, loss: Tensor, count: Any, rows: int) -> None:
@@ -33,7 +35,7 @@ def refuse_no_sum(role: str, loss: Tensor, count: Any, rows: int) -> None:
     if isinstance(count, Tensor) and count.requires_grad:
         why = "the second one has a gradient, so it is no count"
     elif rows > 1 and (factors := _factors_of_means(loss.grad_fn)) is not None:
-        why = _why_no_sum(factors, count)
+        why = _why_no_sum(factors, count) or _why_no_count(loss.grad_fn, factors, count)
     elif _is_divided_by(loss.grad_fn, count):
         why = "the first one was divided by the second one already"
     if why:
@@ -56,6 +58,25 @@ def _why_no_sum(factors: list[tuple[Any, ...]], count: Any) -> str:
             return ""  # made a sum by hand
     by = f", times {math.prod(map(float, factors[0])):.4g}" if len(factors) == 1 and values else ""
     return f"the first one is a mean already{by}" if number > 1 else ""
+
+
+def _why_no_count(node: Any, factors: list[tuple[Any, ...]], count: Any) -> str:
+    """Say why what stands beside plain means counts nothing, such as an accuracy; "" where it may count."""
+    values = [one for chain in factors for one in chain]
+    if _is_on_gpu(count, *values) or (number := float(count)) >= 1 or _weighs_samples(node):
+        return ""
+    products = [math.prod(map(float, chain)) for chain in factors]
+    if any(math.isclose(one, number, rel_tol=1e-6, abs_tol=1e-12) for one in (*products, *map(float, values))):
+        return ""
+    return f"the first one is a mean already, and the second one, {number:.4g}, is no number of samples"
+
+
+def _weighs_samples(node: Any) -> bool:
+    """Whether one of the means that a loss is made of was taken of values that something weighed or chose."""
+    made = [one for one, _ in node.next_functions if one is not None]
+    if node.name().startswith("MeanBackward"):
+        return any(one.name() in _WEIGHS for one in made)
+    return not hasattr(node, "_saved_reduction") and any(map(_weighs_samples, made))
 
 
 def _factors_of_means(node: Any) -> list[tuple[Any, ...]] | None:
@@ -88,7 +109,7 @@ def _is_divided_by(node: Any, count: Any) -> bool:
     divisor = node._saved_other if node is not None and node.name() == "DivBackward0" else None
     if not isinstance(divisor, Tensor) or divisor.numel() != 1 or _is_on_gpu(count, divisor):
         return False
-    return float(count) > 1 and math.isclose(float(divisor), float(count), rel_tol=1e-6)
+    return float(count) > 1 and math.isclose(_number(divisor), float(count), rel_tol=1e-6)
 
 
 def _is_on_gpu(*values: Any) -> bool:
@@ -102,6 +123,17 @@ def _multiplied(node: Any, name: str) -> list[tuple[Any, ...]] | None:
     for (made, _), factor in zip(sides, saved, strict=False):
         inner = _factors_of_means(made)
         if inner is not None and isinstance(factor, Tensor) and factor.numel() == 1:
-            value = factor.detach()
-            return [(*chain, value if name == "MulBackward0" else 1 / value) for chain in inner]
+            value = factor.detach() if factor.is_cuda else _number(factor)
+            if name == "DivBackward0":
+                value = 1 / value if isinstance(value, Tensor) or value else math.inf
+            return [(*chain, value) for chain in inner]
     return None
+
+
+def _number(value: Any) -> float:
+    """The number in a tensor of one element.
+
+    A Python number that a loss was multiplied by is saved as a tensor on which operations fail while a dispatch mode of torch
+    looks on, as in the one-step check. Reading it as a list is no operation.
+    """
+    return float(value.tolist()) if isinstance(value, Tensor) and not value.ndim else float(value)

@@ -314,7 +314,8 @@ class StepAccounting:
             hasattr(home, spec.criterion.name) for home in (nn, nn.functional)
         )
         is_odd = count != int(count) or count <= len(machine.tasks) < machine.rows
-        if self._told_count or is_of_torch or not math.isfinite(count) or not (count and is_odd):
+        is_plain_sum = math.isclose(count, 1.0, rel_tol=1e-9)  # (loss, None): the parts of the samples, which come to 1
+        if self._told_count or is_of_torch or is_plain_sum or not math.isfinite(count) or not (count and is_odd):
             return
         self._told_count = True
         self._membership.cluster.notice(

@@ -6,11 +6,15 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WithoutFrequencies", "fixed_statistics"]
+from guava_nb.nested import map_leaves
+from guava_nb.replica.one_step_check.differences import CLEAN, Measured
+
+__all__ = ["WithoutFrequencies", "fixed_statistics", "is_repeated"]
 
 
 @contextlib.contextmanager
@@ -52,3 +56,43 @@ class WithoutFrequencies(TorchFunctionMode):
             self.found = True
             words["scale_grad_by_freq"] = False
         return func(*args, **words)
+
+
+def is_repeated(one: Measured, parts: Sequence[Measured], measure: Callable[[], Measured], model: nn.Module) -> bool:
+    """Whether a term that is no sum over samples, such as a penalty on weights, makes the difference: each piece has it.
+
+    Args:
+        one, parts: the whole batch, and each piece alone.
+        measure: measures the whole batch once more.
+        model: that is measured.
+    """
+    try:
+        with _forwards_cut_off(model):
+            term = measure()
+    except Exception:  # all of the loss goes through a forward
+        return False
+    return any(_adds_up(one, parts, term, by_count) for by_count in (True, False))
+
+
+@contextlib.contextmanager
+def _forwards_cut_off(model: nn.Module) -> Iterator[None]:
+    """Let no gradient go back through a module: what is left of a loss's gradient is that of terms beside them."""
+    inner = {one for name, one in model.named_modules() if "parametrizations" in name.split(".")}
+    with contextlib.ExitStack() as hooks:
+        for module in set(model.modules()) - inner:
+            hook = module.register_forward_hook(lambda module, args, outputs: map_leaves(outputs, Tensor.detach))
+            hooks.callback(hook.remove)
+        yield
+
+
+def _adds_up(one: Measured, parts: Sequence[Measured], term: Measured, by_count: bool) -> bool:
+    """Whether the pieces' gradients come to the whole one and the term's, once more for each piece but the first."""
+    more, square, size = len(parts) - 1, 0.0, 0.0
+    for name in {*one.gradients, *term.gradients, *(name for part in parts for name in part.gradients)}:
+        whole, left, *pieces = (
+            made.gradients[name] * (made.count if by_count else 1) if name in made.gradients else torch.zeros(())
+            for made in (one, term, *parts)
+        )
+        square += float(torch.linalg.vector_norm(sum(pieces) - whole - more * left)) ** 2
+        size += float(torch.linalg.vector_norm(whole)) ** 2
+    return bool(term.gradients) and square <= CLEAN**2 * size

@@ -54,7 +54,7 @@ from guava_nb.replica.one_step_check.set_aside import (
     with_places,
 )  # fmt: skip
 from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather, no_process_group
-from guava_nb.replica.one_step_check.taken_away import WithoutFrequencies, fixed_statistics
+from guava_nb.replica.one_step_check.taken_away import WithoutFrequencies, fixed_statistics, is_repeated
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded
 from guava_nb.replica.shard import ShardWork
@@ -63,13 +63,14 @@ from guava_nb.spec.own_facts import roots_of
 from guava_nb.telemetry.tasks import uncounted
 
 __all__ = [
-    "BACKWARD", "BATCH_STATISTICS", "COUNT", "COUPLED", "FREQUENCY", "RANDOMNESS", "STATE", "SUM", "WEIGHTS", "compare",
+    "BACKWARD", "BATCH_STATISTICS", "COUNT", "COUPLED", "FREQUENCY", "RANDOMNESS", "STATE", "SUM", "TERM", "WEIGHTS",
+    "compare",
 ]  # fmt: skip
 
 #: Causes of a difference.
 BATCH_STATISTICS, RANDOMNESS, WEIGHTS, COUPLED = "batch_statistics", "randomness", "weights", "coupled"
-#: The loss adds its samples up where a mean was expected.
-SUM = "sum"
+#: The loss adds its samples up where a mean was expected; a term of it that is no sum over samples counts in each piece.
+SUM, TERM = "sum", "term"
 #: The counts that a step returns for pieces do not add up to that of the whole batch.
 COUNT = "count"
 #: Embeddings divide gradients by how often an index stands in the batch.
@@ -217,6 +218,8 @@ def _causes(trial: _Trial, whole: _Pieces, pieces: _Pieces, one: Measured) -> tu
         return (*causes, COUNT)
     if is_sum(one, parts):
         return (*causes, SUM)
+    if is_repeated(one, parts, functools.partial(trial.measure, whole), trial.model):
+        return (*causes, TERM)
     return (*causes, WEIGHTS if is_spanned(one, parts) else COUPLED)
 
 

@@ -30,6 +30,7 @@ from guava_nb.replica.one_step_check.whole_against_cut import (
     RANDOMNESS,
     STATE,
     SUM,
+    TERM,
     WEIGHTS,
 )
 from guava_nb.spec.own_code import is_own, users_function
@@ -149,6 +150,10 @@ _WRONG_COUNT = (
     "(clamp(min=1)), and the loss is the sum of the losses by that of the counts: return the count as it is, 0 where "
     "nothing counts"
 )
+_REPEATED_TERM = (
+    "A term of the loss is no sum over samples (a penalty on weights, say) and stands beside one that is, so each piece adds it "
+    "once more: return the mean of the losses plus that term, or (loss_sum + count * term, count), or"
+)
 _BY_FREQUENCY = (
     "An embedding with scale_grad_by_freq divides its gradient by how often an index stands in the batch, and each piece counts "
     "its own: leave scale_grad_by_freq out, or"
@@ -262,8 +267,9 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
     if WEIGHTS in answer.causes:
         yield f"{_WRONG_WEIGHTS} {together}"
     yield from (sentence for cause, sentence in ((SUM, _WRONG_SUM), (COUNT, _WRONG_COUNT)) if cause in answer.causes)
-    if FREQUENCY in answer.causes:
-        yield f"{_BY_FREQUENCY} {_TOGETHER_IN_STAGES if pipeline else _ON_ONE}"
+    for cause, sentence in ((TERM, _REPEATED_TERM), (FREQUENCY, _BY_FREQUENCY)):
+        if cause in answer.causes:
+            yield f"{sentence} {_TOGETHER_IN_STAGES if pipeline else _ON_ONE}"
     if BACKWARD in answer.causes:
         yield (
             "The step calls backward() by itself, and that gradient counts in full for each piece, not by its share of the "

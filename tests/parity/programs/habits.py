@@ -80,6 +80,11 @@ def mean_and_count(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1]), len(batch[1])
 
 
+def loss_and_accuracy(model, batch):
+    outputs = model(batch[0])
+    return F.cross_entropy(outputs, batch[1]), 0.3 + 0.4 * (outputs.argmax(1) == batch[1]).double().mean()
+
+
 def total_and_part(outputs, targets):
     loss = F.cross_entropy(outputs, targets)
     return loss + 0.1 * outputs.pow(2).mean(), loss
@@ -130,6 +135,7 @@ PROGRAMS = [
     Program(name="averaged model inside", model=Averaged, data=classified, step=averaged_step,
             refused={"zero 3": "the forward writes into"}),
     Program(name="a mean with a count", **ONE, step=mean_and_count, refused={"*": "the first one is a mean already"}),
+    Program(name="a loss with an accuracy", **ONE, step=loss_and_accuracy, refused={"*": "is no number of samples"}),
     Program(name="a loss with another", **ONE, criterion=total_and_part, refused={"*": "the second one has a gradient"}),
     Program(name="backward of another loss", **ONE, step=kept_backward, told={"*": "calls backward() by itself"},
             modes=("data", "site", "zero 1")),

@@ -55,6 +55,8 @@ def test_a_group_whose_members_differ_ends_since_it_cannot_take_a_step_without_o
         (0.5, 1, True),
         (3.5, 1, True),
         (0.0, 2, False),
+        (1 / 3 + 1 / 3 + 1 / 3, 3, False),  # what (loss, None) comes to
+        (0.1 + 0.2 + 0.7, 3, False),
     ],
 )
 def test_a_count_that_may_be_an_accuracy_is_told_once(count: float, shards: int, is_told: bool) -> None:

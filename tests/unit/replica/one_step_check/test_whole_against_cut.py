@@ -65,6 +65,42 @@ def plain_sum(model: nn.Module, batch: Any) -> tuple[torch.Tensor, None]:
     return added(model, batch), None
 
 
+def penalty(model: nn.Module) -> torch.Tensor:
+    return 0.3 * sum((p.pow(2).sum() for p in model.parameters()), torch.zeros(()))
+
+
+def penalised_sum(model: nn.Module, batch: Any) -> tuple[torch.Tensor, None]:
+    return added(model, batch) + penalty(model), None
+
+
+def penalised_count(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    return added(model, batch) + penalty(model), len(batch[1])
+
+
+def penalised_as_mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    return added(model, batch) + penalty(model)
+
+
+def penalised_right(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    return added(model, batch) + len(batch[1]) * penalty(model), len(batch[1])
+
+
+def penalised_mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1]) + penalty(model)
+
+
+def penalised_and_coupled(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    return len(batch[1]) * coupled(model, batch) + penalty(model), len(batch[1])
+
+
+def mean_times_count(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    return functional.cross_entropy(model(batch[0]), batch[1]) * len(batch[1]), len(batch[1])
+
+
+def coupled_times_count(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    return coupled(model, batch) * len(batch[1]), len(batch[1])
+
+
 def clamped(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean over one class, of which a batch may have none."""
     losses, counts = functional.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch[1] == 1
@@ -224,6 +260,25 @@ def test_a_sum_is_told_from_a_mean_with_wrong_weights_and_may_be_asked_for() -> 
 
 def test_a_count_that_is_clamped_is_told_from_a_sum() -> None:
     assert look(*built("clamped", "fp32")).causes == (whole_against_cut.COUNT,)
+
+
+@pytest.mark.parametrize("step", ["penalised_sum", "penalised_count", "penalised_as_mean"])
+def test_a_penalty_that_each_piece_adds_is_told_from_coupling(step: str) -> None:
+    assert look(*built(step, "fp32")).causes == (whole_against_cut.TERM,)
+
+
+@pytest.mark.parametrize("step", ["penalised_right", "penalised_mean"])
+def test_the_ways_out_of_a_repeated_penalty_are_right(step: str) -> None:
+    assert look(*built(step, "fp32")).outcome == "same"
+
+
+def test_a_penalty_beside_coupling_is_told_as_coupling() -> None:
+    assert look(*built("penalised_and_coupled", "fp32")).causes == ("coupled",)
+
+
+def test_a_mean_that_is_multiplied_by_its_count_is_looked_at() -> None:
+    assert look(*built("mean_times_count", "fp32")).outcome == "same"
+    assert look(*built("coupled_times_count", "fp32")).causes == ("coupled",)
 
 
 class ByFrequency(nn.Module):
