@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from guava_nb.config import MODES, SCHEDULES, DistributedConfig
 from guava_nb.notebook.line_options import (
+    NOT_OF_A_RUN,
     Command,
     Option,
     byte_size,
@@ -317,15 +318,6 @@ def run_options(options: type[TrainingOptions] = TrainingOptions) -> tuple[Optio
     )
 
 
-#: What is looked for among the options of a run, and where it is.
-_NOT_OF_A_RUN = {
-    **dict.fromkeys(("--batch-size", "--shuffle", "--num-workers"), "the DataLoader"),
-    **dict.fromkeys(("--dp", "--pp", "--tp", "--zero", "--micro-batches", "--path"), "%guava_mode"),
-    **dict.fromkeys(("--workers", "--local", "--tunnel", "--on"), "%guava_up"),
-    "--mode": "no magic: %guava_mode pipeline chooses one for the runs that follow",
-    "--device": "%guava_worker",
-    "--amp": "no magic: --precision bf16 does it",
-}
 TRAIN = Command(
     "guava_train",
     "Train over all workers. Blocks and returns the run; the first interrupt stops after the step, the second at once.",
@@ -347,7 +339,7 @@ TRAIN = Command(
     ),
     "%guava_train --model Net --loss CrossEntropyLoss --data train --val test --epochs 3 --optimizer AdamW --lr 1e-3",
     one_of=("loss", "step"),
-    elsewhere=_NOT_OF_A_RUN,
+    elsewhere=NOT_OF_A_RUN,
 )
 VALIDATE = Command(
     "guava_validate",

@@ -23,6 +23,7 @@ from guava_nb.render import redact
 from guava_nb.spec.training_options import MEASURED
 
 __all__ = [
+    "NOT_OF_A_RUN",
     "Command",
     "Offers",
     "Option",
@@ -42,6 +43,15 @@ __all__ = [
 
 #: Kinds of words that tab offers, each with what gives those that begin in some way.
 Offers = Mapping[str, Callable[[str], list[str]]]
+#: What is looked for among the options of a run, and where it is.
+NOT_OF_A_RUN = {
+    **dict.fromkeys(("--batch-size", "--shuffle", "--num-workers"), "the DataLoader"),
+    **dict.fromkeys(("--dp", "--pp", "--tp", "--zero", "--micro-batches", "--path"), "%guava_mode"),
+    **dict.fromkeys(("--workers", "--local", "--tunnel", "--on"), "%guava_up"),
+    "--mode": "no magic: %guava_mode pipeline chooses one for the runs that follow",
+    "--device": "%guava_worker",
+    "--amp": "no magic: --precision bf16 does it",
+}
 
 
 @dataclass(frozen=True)

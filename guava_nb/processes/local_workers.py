@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import json
-import os
 import secrets
 import subprocess
 import threading

@@ -136,4 +136,5 @@ def _number(value: Any) -> float:
     A Python number that a loss was multiplied by is saved as a tensor on which operations fail while a dispatch mode of torch
     looks on, as in the one-step check. Reading it as a list is no operation.
     """
-    return float(value.tolist()) if isinstance(value, Tensor) and not value.ndim else float(value)
+    plain: Any = value.tolist() if isinstance(value, Tensor) and not value.ndim else value
+    return float(plain)

@@ -133,9 +133,7 @@ class StateAtWorkers(StepsHeld, ABC):
         if self.unit != "round" or len(ranks) < 2 or (self.own_of(self.step) is not None):
             return
         self.own = own = OwnParts.new(self.step, len(ranks), self._rests_of_sums())
-        orders = {
-            rank: SaveState(number, step=self.step, own=True) for rank, number in zip(ranks, own.numbers, strict=True)
-        }
+        orders = {rank: SaveState(n, step=self.step, own=True) for rank, n in zip(ranks, own.numbers, strict=True)}
         try:
             answers = self._answers(job, ranks, _OWN_S, whole=False, orders=orders)
         except StateLate:
@@ -349,8 +347,7 @@ class StateAtWorkers(StepsHeld, ABC):
 
     def ways_on(self) -> str:
         """Say how to train on where the workers that hold the state are gone."""
-        file = self.newest_file()
-        if file is None:
+        if (file := self.newest_file()) is None:
             return f"{_ANEW[0].upper()}{_ANEW[1:]}, or go on from a checkpoint (--resume)"
         return f"Go on from its newest checkpoint with resume={str(file)!r} (--resume {file}), or {_ANEW}"
 
