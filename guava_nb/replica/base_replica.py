@@ -94,6 +94,11 @@ class BaseReplica(ABC):
         """The local module."""
 
     @property
+    def optimizer_site(self) -> str:
+        """Who holds the run's optimizer: "workers" or "orchestrator"."""
+        return self._spec.optimizer_site
+
+    @property
     def module(self) -> nn.Module | None:
         """The local module; None while there is none."""
         return self._module

@@ -18,6 +18,7 @@ from guava_nb.cluster.owed_answers import OwedAnswer
 from guava_nb.data.codec import Resolve
 from guava_nb.errors import TrainingError, WorkerLost
 from guava_nb.protocol.messages import FetchState, SavedState, SaveState, State
+from guava_nb.replica.one_step_check.python_state import changed_since, digests
 from guava_nb.replica.replica import Replica
 from guava_nb.sync.beginning import Beginning
 from guava_nb.sync.own_state import OwnParts, tell_not_kept
@@ -46,7 +47,7 @@ class StateAtWorkers(StepsHeld, ABC):
             fetched state lands, and what a run's model() gives.
         master_step: the step at which the master's state was taken.
         elastic: every replica is whole, so any number of workers can go on.
-        kept: what the user's code changed in this run outside of the state, as `State` tells it.
+        kept: what the user's code changed in this run outside of the state, as a worker's `State` tells it.
         beginning: the state with which the run begins.
         ahead: a copy of a step's state, on its way here while the job trains on; None where none was asked for.
         copy: of the state after the last step, on its way here outside of a job; None where none was asked for.
@@ -69,6 +70,7 @@ class StateAtWorkers(StepsHeld, ABC):
         self.run_id, self.master, self.elastic = run_id, master, elastic
         self.master_step = -1
         self.kept: tuple[str, ...] = ()
+        self._kept_first = _kept_here(master)
         self._name_of_beginning = f"the state that {run_id} began with"
         self.beginning = Beginning(self._name_of_beginning, master)
         self.copy: StateCopy | None = None
@@ -88,6 +90,11 @@ class StateAtWorkers(StepsHeld, ABC):
     def nth(self, step: int) -> str:
         """Return a step of this number, from 0, in words."""
         return f"{self.unit} {step + 1}"
+
+    @property
+    def changed_in_python(self) -> tuple[str, ...]:
+        """What the user's code changed in this run outside of the state, at the workers and in the optimizer that is here."""
+        return tuple(dict.fromkeys((*self.kept, *changed_since(self._kept_first, _kept_here(self.master)))))
 
     @abstractmethod
     def abort(self, job: Job, ranks: Collection[int], reason: str, last: int | None = None) -> None:
@@ -454,3 +461,9 @@ def pump_while_coming(job: Job, ranks: Collection[int], until: Callable[[], bool
             return False
         seen = now
     return True
+
+
+def _kept_here(master: Replica) -> dict[str, bytes]:
+    """Digests of what an optimizer at the orchestrator keeps beside its state, on itself and on parameters."""
+    at_workers = master.optimizer is None or master.optimizer_site == "workers"
+    return {} if at_workers else digests(master.model, {}, master.optimizer)

@@ -18,7 +18,6 @@ from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.model.build import build_model
 from guava_nb.replica.model.shared_memory import refuse_overlaps
 from guava_nb.replica.model.structure import first_difference
-from guava_nb.replica.one_step_check.python_state import changed_since, digests
 from guava_nb.replica.rounds.local_replica import whole_replica
 from guava_nb.spec.cell_checks import cells_behind
 from guava_nb.spec.cells import resolve
@@ -221,11 +220,7 @@ def begun_anew(replica_set: ReplicaSet, last: ReplicaSet, strict: bool) -> str:
     Raises:
         ConfigError: the run is strict, and something that the last run changed begins anew.
     """
-    kept = list(last.kept)
-    if last.spec.optimizer_site == "orchestrator":  # that optimizer is here
-        now, fresh = (digests(None, {}, one.master.optimizer) for one in (last, replica_set))
-        kept += [name for name in changed_since(fresh, now) if name not in kept]
-    return "" if unlike(replica_set, last) else _lost(replica_set, kept, "the last run", strict)
+    return "" if unlike(replica_set, last) else _lost(replica_set, last.changed_in_python, "the last run", strict)
 
 
 def _lost(replica_set: ReplicaSet, kept: Sequence[str], run: str, strict: bool) -> str:

@@ -84,7 +84,7 @@ class RunFiles:
     def extras(self) -> checkpoint.Extras:
         """What a checkpoint of now has beside state and place."""
         own = self._replica_set.own_of(self._replica_set.master_step)
-        return checkpoint.Extras(self._base, self._log_mark, self._replica_set.kept, own)
+        return checkpoint.Extras(self._base, self._log_mark, self._replica_set.changed_in_python, own)
 
     def save(self, path: Path) -> None:
         """Write the state that the master holds to this file, before it returns.
