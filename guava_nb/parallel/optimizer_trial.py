@@ -73,7 +73,7 @@ def check_optimizer(model: nn.Module, spec: ParallelSpec, plan: Plan, make_optim
     Raises:
         ConfigError: it gives other numbers there than on whole parameters.
     """
-    _compare(model, make_optimizer, list(_parts(model, spec, plan)), _SIZES)
+    _compare(model, make_optimizer, list(_parts(model, spec, plan)), _SIZES, 2)
 
 
 def check_sharded_optimizer(model: nn.Module, mesh: DeviceMesh, stage: int, make_optimizer: MakeOptimizer) -> None:
@@ -84,7 +84,7 @@ def check_sharded_optimizer(model: nn.Module, mesh: DeviceMesh, stage: int, make
     """
     what = f"parameters of which each worker holds some rows, as zero_stage {stage} has them"
     part = _Part(partial(_rows, mesh), what, "zero_stage 1, or another optimizer such as AdamW", is_cut=True)
-    _compare(model, make_optimizer, [part], _SIZES[:3])
+    _compare(model, make_optimizer, [part], _SIZES[:3], mesh.size())
 
 
 def _parts(model: nn.Module, spec: ParallelSpec, plan: Plan) -> Iterator[_Part]:
@@ -176,11 +176,13 @@ class _Played:
     problem: Exception | None = None
 
 
-def _compare(model: nn.Module, make: MakeOptimizer, parts: Sequence[_Part], sizes: Sequence[float]) -> None:
+def _compare(
+    model: nn.Module, make: MakeOptimizer, parts: Sequence[_Part], sizes: Sequence[float], holders: int
+) -> None:
     if not parts or not any(parameter.requires_grad for parameter in model.parameters()):
         return
-    first = _stand_ins(model, torch.Generator().manual_seed(0))
-    gradients = [_stand_ins(model, torch.Generator().manual_seed(1 + n), size) for n, size in enumerate(sizes)]
+    first = _stand_ins(model, torch.Generator().manual_seed(0), holders)
+    gradients = [_stand_ins(model, torch.Generator().manual_seed(1 + n), holders, size) for n, size in enumerate(sizes)]
     play = partial(_play, make, {n: p.requires_grad for n, p in model.named_parameters()}, [first, *gradients])
     with torch.random.fork_rng(devices=[]), WithoutRandomness(), unheard():
         whole = play(_Part(lambda _, value: value, "", ""))
@@ -194,16 +196,22 @@ def _compare(model: nn.Module, make: MakeOptimizer, parts: Sequence[_Part], size
                 raise ConfigError(sentence) from found.problem
 
 
-def _stand_ins(model: nn.Module, draw: torch.Generator, size: float = 0.5) -> dict[str, Tensor]:
-    """Return random tensors in double precision for a model's parameters: as they are if small, else cut down along each dim."""
+def _stand_ins(model: nn.Module, draw: torch.Generator, holders: int = 1, size: float = 0.5) -> dict[str, Tensor]:
+    """Return random tensors in double precision for a model's parameters: as they are if small, else cut down along each dim.
+
+    A length that is cut down leaves what it left when it is shared by so many `holders`: what torch does to uneven parts is
+    seen only in uneven ones.
+    """
     named = dict(model.named_parameters())
-    longest = 1024
-    while longest > 8 and sum(math.prod(min(n, longest) for n in p.shape) for p in named.values()) > _MOST_ELEMENTS:
+
+    def shape(parameter: Tensor, longest: int) -> list[int]:
+        return [n if n <= longest else longest - (longest - n) % holders for n in parameter.shape]
+
+    longest, least = 1024, 8 * holders
+    while longest > least and sum(math.prod(shape(p, longest)) for p in named.values()) > _MOST_ELEMENTS:
         longest //= 2
     return {
-        name: (size * torch.randn([min(n, longest) for n in p.shape], generator=draw, dtype=_double(p.dtype))).to(
-            p.device
-        )
+        name: (size * torch.randn(shape(p, longest), generator=draw, dtype=_double(p.dtype))).to(p.device)
         for name, p in named.items()
     }
 
@@ -311,6 +319,12 @@ def _difference(first: Mapping[str, Tensor], whole: _Played, found: _Played, par
         return (
             f"the function that makes {found.name} goes by the place of a parameter among the others, or by their number (a "
             f"learning rate for each layer, say): tried on small stand-ins, {how}. Let it go by the names, or use data mode"
+        )
+    if goes_by_one and part.is_cut and first[name].is_complex():
+        return (
+            f"{found.name} of torch takes complex numbers for pairs of real ones, and that fails for {name!r}, which does not go "
+            f"evenly among the workers: tried on small stand-ins, {how}. Use zero_stage 1, or a first dim that the number of "
+            "workers divides"
         )
     clip = "; to clip, max_grad_norm= (--clip) counts all gradients in every mode" if "hooks" in whole.name else ""
     return (

@@ -243,6 +243,18 @@ def test_stand_ins_of_a_large_model_are_small() -> None:
     assert made["0.weight"].ndim == 2 and made["0.bias"].ndim == 1
 
 
+@pytest.mark.parametrize("holders", [1, 2, 3, 7])
+def test_stand_ins_are_as_uneven_as_their_parameters(holders: int) -> None:
+    """What torch does to uneven parts of complex parameters passed the trial where the stand-in had an even number of rows."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(5003, 1025), nn.Linear(6, 9))
+    named = dict(model.named_parameters())
+    made = optimizer_trial._stand_ins(model.to_empty(device="cpu"), torch.Generator(), holders)
+    for name, value in made.items():
+        assert [n % holders for n in value.shape] == [n % holders for n in named[name].shape]
+        assert all(small <= large for small, large in zip(value.shape, named[name].shape, strict=True))
+
+
 class Both(optim.Optimizer):
     """Two optimizers behind one, whose states lie in these; or none of its groups is in what it saves."""
 
