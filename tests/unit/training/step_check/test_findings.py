@@ -53,6 +53,21 @@ def asked(**changes):
         (SPEC, asked(), Finding("same", written=("w",)), "are equal", True),
         (SPEC, asked(), Finding("differs", causes=("weights",)), "the root of a mean, say.*shares=.1, 0.", False),
         (STAGED, asked(), Finding("differs", causes=("weights",)), "together: take a mode without stages", False),
+        (
+            SPEC,
+            asked(),
+            Finding("differs", causes=("term",)),
+            "penalty.*loss_sum . count . term, count.*shares=.1, 0.",
+            False,
+        ),
+        (STAGED, asked(), Finding("differs", causes=("term",)), "penalty.*, or take a mode without stages", False),
+        (
+            replace(STAGED, augment=Factory("mixup")),
+            asked(),
+            Finding("differs", causes=("coupled",)),
+            "before augment=, and the pipeline cuts its micro-batches after",
+            False,
+        ),
         (SPEC, asked(), Finding("differs", causes=("count",)), "do not add up.*return the count as it is, 0", False),
         (
             SPEC,
