@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from torch import Tensor
+
 from guava_nb.errors import ConfigError
 from guava_nb.nested import ARRAYS, AxisOf, axes_by_length, cut_parts, leaves, sliced
 
-__all__ = ["check_micro_batches", "count_micro_batches", "cut_rows", "micro_batch_sizes"]
+__all__ = ["WholeParts", "check_micro_batches", "count_micro_batches", "cut_rows", "micro_batch_sizes"]
 
 
 def _fits(schedule: str, count: int, ranks: int) -> bool:
@@ -77,7 +79,7 @@ def cut_rows(value: Any, rows: int, sizes: Sequence[int], axis_of: AxisOf | None
     def share(part: Any, axis: int) -> list[Any]:
         nonlocal cut
         cut = True
-        return [sliced(part, axis, start, stop) for start, stop in ranges]
+        return [_apart(sliced(part, axis, start, stop)) for start, stop in ranges]
 
     parts = cut_parts(value, axis_of or axes_by_length(rows), share, len(ranges), (half,))
     arrays = [] if cut else list(leaves(value, ARRAYS))
@@ -88,3 +90,33 @@ def cut_rows(value: Any, rows: int, sizes: Sequence[int], axis_of: AxisOf | None
             f"dimension, so at least one tensor must have {rows} rows"
         )
     return parts
+
+
+def _apart(part: Any) -> Any:
+    """The same memory with a count of changes of its own: a forward may write into its rows while another part waits."""
+    return part.data if isinstance(part, Tensor) else part
+
+
+class WholeParts:
+    """What every part of a batch has the same of: a forward that writes into it would change it once for each part.
+
+    Args:
+        parts: as `cut_rows` gives them.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        others = {id(one) for part in parts[1:] for one in leaves(part)}
+        self._versions = [(one, one._version) for part in parts[:1] for one in leaves(part) if id(one) in others]
+
+    def check(self) -> None:
+        """Refuse that one was written into.
+
+        Raises:
+            ConfigError: one was.
+        """
+        if changed := [one for one, version in self._versions if one._version != version]:
+            raise ConfigError(
+                f"the forward or the loss writes into a tensor of shape {tuple(changed[0].shape)} of the batch that all "
+                "micro-batches share, so each would find what the one before left: let it compute a new tensor instead "
+                "(x = x * 2, not x.mul_(2)), or take --micro-batches 1"
+            )

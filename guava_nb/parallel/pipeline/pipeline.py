@@ -18,7 +18,7 @@ from guava_nb.errors import CheckpointError
 from guava_nb.parallel.interface import ModelPart
 from guava_nb.parallel.loss_interface import Criterion, Forward, Loss, MakeOptimizer, Measured, Observer, Predicted
 from guava_nb.parallel.module_state import evaluating, to_device
-from guava_nb.parallel.pipeline.microbatches import count_micro_batches, cut_rows, micro_batch_sizes
+from guava_nb.parallel.pipeline.microbatches import WholeParts, count_micro_batches, cut_rows, micro_batch_sizes
 from guava_nb.parallel.pipeline.pipeline_setup import Hooks, PipelinePlace, check_spec, costs_for
 from guava_nb.parallel.pipeline.schedule_cache import ScheduleCache
 from guava_nb.parallel.pipeline.shared_state import SharedState
@@ -271,7 +271,7 @@ class PipelinePart(ModelPart):
         sizes = tuple(micro_batch_sizes(rows, count))
         parts = self._cut(inputs, rows, sizes, 0) if self.takes_inputs else []
         labels = self._cut(targets, rows, sizes, 1) if self.takes_targets else []
-        sums = MicrobatchSums()
+        sums, whole = MicrobatchSums(), [WholeParts(parts), WholeParts(labels)]
 
         def loss(number: int, outputs: Any) -> Tensor:
             found = self._criterion(outputs, labels[number], sizes[number])
@@ -282,6 +282,8 @@ class PipelinePart(ModelPart):
         with explaining_few_rows(*self._stages.values()), explaining_stages(self._rank, self._ranks):
             self._schedules.run(inputs, parts, sizes, loss)
         self._shared.check()
+        for one in whole:
+            one.check()
         self._rows += rows
         return sums.measured(rows)
 

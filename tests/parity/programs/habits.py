@@ -26,6 +26,18 @@ class Named(nn.Module):
         return self.recompile(self.meta(x))
 
 
+class Centring(nn.Module):
+    """Writes into the batch that it is given, as a loop whose loader makes new tensors may."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        x.sub_(x.mean(1, keepdim=True)).div_(x.std(1, keepdim=True) + 1e-6)
+        return self.body(x)
+
+
 class Codebook(nn.Module):
     """A quantiser whose forward reads the codes beside calling them."""
 
@@ -129,6 +141,7 @@ NO_PARAMETER = dict.fromkeys(("zero 1", "zero 3", "tensor", "pipeline"), "keeps 
 
 PROGRAMS = [
     Program(name="modules called code, graph and meta", model=Named, data=classified, criterion=CE),
+    Program(name="a forward that writes into its inputs", model=Centring, data=classified, criterion=CE),
     Program(name="codes that are read and called", model=Codebook, data=classified, criterion=quantised,
             refused={"tensor": "is read outside its layer"}),
     Program(name="blocks of torch.jit", model=Traced, data=classified, criterion=CE),

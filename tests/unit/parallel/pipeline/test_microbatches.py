@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from guava_nb.errors import ConfigError
 from guava_nb.parallel.pipeline.microbatches import (
+    WholeParts,
     check_micro_batches,
     count_micro_batches,
     cut_rows,
@@ -71,6 +72,29 @@ def test_cut_parts_make_the_batch_again(rows: int, count: int) -> None:
     assert torch.equal(torch.cat([part["x"][0] for part in parts]), numbers)
     assert torch.equal(torch.cat([part["x"][1].first for part in parts]), numbers[:, 0])
     assert all(part["mask"] is mask and part["x"][1].second == "text" and part["none"] is None for part in parts)
+
+
+def test_a_part_may_be_written_into_while_the_graph_of_another_waits() -> None:
+    x, weight = torch.ones(4, 3), torch.ones(3, requires_grad=True)
+    losses = []
+    for part in cut_rows(x, 4, [2, 2]):
+        part.mul_(2)
+        losses.append((part * weight).sum())
+    sum(losses, torch.zeros(())).backward()  # autograd would find that the first part was changed with the second
+    assert torch.equal(weight.grad, torch.full((3,), 8.0)) and torch.equal(x, torch.full((4, 3), 2.0))
+
+
+def test_what_all_parts_share_must_not_be_written_into() -> None:
+    parts = cut_rows({"x": torch.ones(4, 3), "anchors": torch.ones(7)}, 4, [2, 2])
+    whole = WholeParts(parts)
+    parts[0]["x"].mul_(2)
+    whole.check()
+    parts[1]["anchors"].mul_(2)
+    with pytest.raises(
+        ConfigError, match=r"writes into a tensor of shape \(7,\) of the batch that all micro-batches share"
+    ):
+        whole.check()
+    WholeParts([]).check()
 
 
 def test_a_batch_without_its_rows_is_refused() -> None:
