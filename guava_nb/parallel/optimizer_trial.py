@@ -35,6 +35,10 @@ __all__ = ["check_optimizer", "check_sharded_optimizer"]
 #: Sizes of the gradients of one step after the other: what clips does so at some of them, and what looks ahead by 5 steps does.
 _SIZES = (0.01, 1.0, 30.0, 1.0, 0.1, 10.0)
 _MOST_ELEMENTS = 1 << 18
+_FOR_PAIRS = (
+    "{0} of torch takes complex numbers for pairs of real ones, and that fails for {1!r}, which does not go evenly among the "
+    "workers: tried on small stand-ins, {2}. Use zero_stage 1, or a first dim that the number of workers divides"
+)
 #: Relative to the update. Double precision rounds far below; an optimizer may compute in single precision by itself.
 _ROUNDING = 1e-4
 
@@ -321,11 +325,7 @@ def _difference(first: Mapping[str, Tensor], whole: _Played, found: _Played, par
             f"learning rate for each layer, say): tried on small stand-ins, {how}. Let it go by the names, or use data mode"
         )
     if goes_by_one and part.is_cut and first[name].is_complex():
-        return (
-            f"{found.name} of torch takes complex numbers for pairs of real ones, and that fails for {name!r}, which does not go "
-            f"evenly among the workers: tried on small stand-ins, {how}. Use zero_stage 1, or a first dim that the number of "
-            "workers divides"
-        )
+        return _FOR_PAIRS.format(found.name, name, how)
     clip = "; to clip, max_grad_norm= (--clip) counts all gradients in every mode" if "hooks" in whole.name else ""
     return (
         f"{found.name} looks at whole parameters, or at several at once: tried on small stand-ins, {how}. "
