@@ -130,15 +130,17 @@ class Intruder:
         self.sessions += 1
         with contextlib.suppress(GuavaError):
             session = dial(self._orch.join_code, on_event, LinkOptions(linger_s=0.2))
-            if self._luck.random() < 0.9:
-                self._say(session.send, Drawn(_hello(f"intruder-{self.sessions % 50}")))
-                seated.wait(5)
-            fitting = _fitting(self._orch)
-            while sent < count and not over.is_set():
-                self._say(session.send, draw(self._luck.choice(self._records), self._luck, fitting))
-                sent += 1
-                over.wait(0.002)  # time to be judged, so that what is counted was mostly looked at
-            session.close("enough")
+            try:
+                if self._luck.random() < 0.9:
+                    self._say(session.send, Drawn(_hello(f"intruder-{self.sessions % 50}")))
+                    seated.wait(5)
+                fitting = _fitting(self._orch)
+                while sent < count and not over.is_set():
+                    self._say(session.send, draw(self._luck.choice(self._records), self._luck, fitting))
+                    sent += 1
+                    over.wait(0.002)  # time to be judged, so that what is counted was mostly looked at
+            finally:  # also where this side refused to send something: one that stands would be looked at as held by the other
+                session.close("enough")
         return sent
 
     def _say(self, send: Callable[..., None], drawn: Drawn) -> None:
