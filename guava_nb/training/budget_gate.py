@@ -157,9 +157,9 @@ class BudgetGate:
         if not self._has_room(self._budget.costs.state):
             left = self._budget.limit.limit_bytes - self._budget.used()
             raise CheckpointError(
-                f"this checkpoint takes {show_bytes(round(self._budget.costs.state))}, and of the {show_bytes(max(0, left))} that "
-                "are left of the budget the last one needs its part, so there is no room for both: wait for the last one, or stop "
-                "the run now (%guava_stop)"
+                f"this checkpoint takes {show_bytes(round(self._budget.costs.state))}, and of the {show_bytes(max(0, left))} "
+                "that are left of the budget the last one needs its part, so there is no room for both: wait for the last "
+                "one, or stop the run now (%guava_stop)"
             )
 
     def afford_start_over(self) -> None:
