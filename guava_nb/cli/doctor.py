@@ -31,7 +31,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor", help="check this machine, and the way to a session", description=__doc__, epilog=EPILOG
     )
-    parser.add_argument("code", nargs="?", metavar="JOINCODE", help="what the orchestrator shows (see below)")
+    parser.add_argument("code", nargs="?", metavar="JOINCODE", help="the join code that %%guava_up shows (see below)")
     parser.add_argument("--join", action="store_true", help="ask for a join code, and try the way to its listener")
     parser.add_argument("--on", metavar="NAME:WHAT", help="also check what %%guava_up --on NAME:WHAT would need")
     parser.set_defaults(run=run)

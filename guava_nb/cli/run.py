@@ -52,7 +52,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "run", help="run a torch.distributed program over a session", description=__doc__, epilog=EPILOG
     )
-    parser.add_argument("--join", metavar="JOINCODE", help="what the orchestrator shows (see below)")
+    parser.add_argument("--join", metavar="JOINCODE", help="the join code that %%guava_up shows (see below)")
     parser.add_argument("--rank", type=int, metavar="R", help="number of this process, from 0 ($RANK)")
     parser.add_argument("--world-size", type=int, metavar="N", help="number of processes ($WORLD_SIZE)")
     parser.add_argument(

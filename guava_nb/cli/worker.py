@@ -52,7 +52,7 @@ Free Colab runtimes do not allow distributed workers and may be ended; paid plan
 def add_command(commands: Any) -> None:
     """Declare the subcommand and its options."""
     parser = commands.add_parser("worker", help="join a session from this machine", description=__doc__, epilog=EPILOG)
-    parser.add_argument("code", nargs="?", metavar="JOINCODE", help="what the orchestrator shows (see below)")
+    parser.add_argument("code", nargs="?", metavar="JOINCODE", help="the join code that %%guava_up shows (see below)")
     parser.add_argument(
         "--join-file", metavar="FILE", help="a file with the join code; - is standard input (see below)"
     )
@@ -75,7 +75,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--asked-status", type=int, default=0, metavar="N", help="exit with N when a signal made it leave (%(default)s)"
     )
-    parser.add_argument("--name", default="", help="what the orchestrator calls it (host and device)")
+    parser.add_argument("--name", default="", help="name of this worker in tables and logs (host and device)")
     parser.set_defaults(run=run)
 
 

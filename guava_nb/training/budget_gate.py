@@ -136,7 +136,7 @@ class BudgetGate:
         if self._budget is None or self._has_room(self._budget.costs.state):
             return True
         what = "snapshot" if name == "snapshot" else "checkpoint"
-        self._tell(f"no further {what} is taken: the rest of the budget is kept for the last one")
+        self._tell(f"no further {what} is taken: what is left of the budget has room for the last one only")
         return False
 
     def affords_handover(self) -> bool:
@@ -157,8 +157,9 @@ class BudgetGate:
         if not self._has_room(self._budget.costs.state):
             left = self._budget.limit.limit_bytes - self._budget.used()
             raise CheckpointError(
-                f"this checkpoint would take {show_bytes(round(self._budget.costs.state))} of the {show_bytes(max(0, left))} "
-                "that are left of the budget, and those are kept for the last one: wait for it, or stop the run: %guava_stop"
+                f"this checkpoint takes {show_bytes(round(self._budget.costs.state))}, and of the {show_bytes(max(0, left))} "
+                "that are left of the budget the last one needs its part, so there is no room for both: wait for the last "
+                "one, or stop the run now (%guava_stop)"
             )
 
     def afford_start_over(self) -> None:

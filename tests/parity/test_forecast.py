@@ -320,7 +320,7 @@ def test_a_newcomer_whose_state_has_no_room_stays_out(cluster: Cluster, tmp_path
     assert need is not None
     run = session.train(run_spec, budgeted(session, run_spec, int(need * 1.12)), tmp_path)
     assert late and run.wire.out_bytes + run.wire.in_bytes <= need * 1.12
-    assert any("came too late" in sentence for sentence in told) == (run.generations == 1)
+    assert any("can take no part in this run" in sentence for sentence in told) == (run.generations == 1)
 
 
 def test_a_budget_too_small_for_one_step_is_refused_with_the_numbers(cluster: Cluster) -> None:

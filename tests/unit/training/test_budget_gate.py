@@ -105,7 +105,7 @@ def test_newcomers_and_a_new_start_need_room_for_the_state() -> None:
     assert (
         not members.budget_gate.affords_newcomers([2])
         and members.out == [2]
-        and "w2 came too late" in members.cluster.told[0]
+        and "w2 can take no part in this run" in members.cluster.told[0]
     )
     Members(0).budget_gate.afford_start_over()
     with pytest.raises(BudgetSpent):
