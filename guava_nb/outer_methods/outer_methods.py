@@ -83,7 +83,8 @@ class OuterMethod:
         if self.momentum:
             buffer = gradient.clone() if buffer is None else buffer * self.momentum + gradient
             gradient = gradient + buffer * self.momentum
-        moved = weights.detach().to(gradient.dtype) - gradient * self.learning_rate
+        way = gradient if self.learning_rate == 1 else gradient * self.learning_rate
+        moved = weights.detach().to(gradient.dtype) - way
         return moved.to(weights.dtype), buffer
 
 

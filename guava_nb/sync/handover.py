@@ -92,6 +92,8 @@ def fetch_of_ended_process(
 
 def keep_own_between_runs(replica_set: ReplicaSet, cluster: Cluster) -> None:
     """Have workers keep what only they have for a checkpoint of the last committed step, as `keep_own`."""
+    if replica_set.unit != "round" or len(replica_set.holders(cluster)) < 2:
+        return
     job = _Fetching(cluster)
     replica_set.attach(job)
     with contextlib.suppress(NobodyLeft), job.attached():

@@ -8,6 +8,7 @@ each section R pairs of levels (bfloat16; none at 32 bits), then the places, the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ _LARGEST = torch.finfo(torch.float32).max / 2
 _UNIT = 2.0**20
 #: Elements that are looked at together on a CPU: 512 KiB of float32.
 _IN_CACHE = 1 << 17
+#: The smallest magnitude of float32 above zero.
+_SMALLEST = 2.0**-149
 
 
 class TopK(WireFormat):
@@ -229,7 +232,11 @@ def _largest_of(section: Tensor, count: int) -> Tensor:
         sizes = torch.where(section.isfinite(), sizes, torch.inf)
         largest = _top(sizes, count)
     smallest = largest.amin(1, keepdim=True)
+    if is_sparse := not bool(smallest.all()):  # most of a table's rows do not move in a round
+        smallest.clamp_(min=math.ulp(0.0) if sizes.dtype == torch.float64 else _SMALLEST)
     is_chosen = sizes >= smallest
+    if is_sparse:
+        _choose_zeros(is_chosen, count)
     places = _true_places(is_chosen)
     if len(places) > rows * count:
         is_equal = sizes == smallest
@@ -237,6 +244,13 @@ def _largest_of(section: Tensor, count: int) -> Tensor:
         is_chosen &= ~is_equal | (is_equal.cumsum(1, dtype=torch.int32) <= lacking)
         places = _true_places(is_chosen)
     return places.view(rows, count) % length
+
+
+def _choose_zeros(is_chosen: Tensor, count: int) -> None:
+    """Add their first zeros to what is chosen of rows, `[R, L]`, that have less than `count` others; in place."""
+    # As many zeros as are lacking lie among the first `count` elements: there are no more others.
+    lacking, is_zero = count - is_chosen.sum(1, keepdim=True), ~is_chosen[:, :count]
+    is_chosen[:, :count] |= is_zero & (is_zero.cumsum(1) <= lacking)
 
 
 def _top(sizes: Tensor, count: int) -> Tensor:

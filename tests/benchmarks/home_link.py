@@ -11,7 +11,7 @@ which lets the run choose, or an outer method of local rounds, with `+` and a wi
 gives one worker all tokens. Prints one JSON line for each: seconds of the run (`whole_s`: with what came before its first
 step), wire bytes of gradients and of all kinds, those that the orchestrator's machine sent and received in all and for each
 worker, the loss of the last steps and of a validation on files that were not trained on,
-which part of its time a worker computed (`busy`) and took steps (`in_steps`: what a round costs beside them is none), and what
+which part of its time a worker computed (`busy`; else `idle_s`) and took steps (`in_steps`: what a round costs beside them is none), and what
 was told beforehand.
 
 `--row-s` lets each row of a batch sleep until its step has taken so many seconds, as on a slower device, so that two cores
@@ -51,6 +51,7 @@ LINES = {
 #: Of LTE: so often a worker's line passes nothing, for so long; each fourth time its connections are cut instead.
 BREAK_EVERY_S, BREAK_S = 15.0, 3.0
 CONTEXT = 96
+_IDLE = ("waiting", "exchange")
 CELL = f"""
 import time
 from collections import deque
@@ -149,7 +150,7 @@ def case(orchestrator: Orchestrator, name: str, args: argparse.Namespace) -> dic
         "laptop_bytes": [run.wire.out_bytes, run.wire.in_bytes], "bytes_by_kind": report["wire"],
         "worker_bytes": [[one.out_bytes, one.in_bytes] for one in orchestrator.status().workers],
         "train_loss": round(sum(one["loss"] for one in records) / len(records), 4),
-        "val_loss": round(report["val"]["loss"], 4), "busy": busy_share(run), "step_s": step_seconds(run, report["steps"]),
+        "val_loss": round(report["val"]["loss"], 4), "busy": busy_share(run), "idle_s": idle_seconds(run), "step_s": step_seconds(run, report["steps"]),
         "in_steps": round(report["steps"] * rows * args.row_s / seconds, 3), "lost_samples": report["lost_samples"],
         "told": told,
     }  # fmt: skip
@@ -177,11 +178,16 @@ def step_seconds(run: Any, steps: int) -> float:
     )
 
 
+def idle_seconds(run: Any) -> list[dict[str, float]]:
+    """For how long each worker waited for work, and for what the others came to."""
+    return [{name: round(each.get(name, 0.0), 1) for name in _IDLE} for each in phase_seconds(run)]
+
+
 def busy_share(run: Any) -> float | None:
     """Which part of their time between the first and the last step the workers computed."""
     seconds = phase_seconds(run)
     total = sum(sum(each.values()) for each in seconds)
-    idle = sum(each.get(name, 0.0) for each in seconds for name in ("waiting", "exchange"))
+    idle = sum(each.get(name, 0.0) for each in seconds for name in _IDLE)
     return round(1 - idle / total, 3) if total else None
 
 

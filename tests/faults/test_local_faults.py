@@ -185,7 +185,7 @@ def test_two_runs_that_go_on_from_a_checkpoint_of_sparse_rounds_come_to_the_same
     ]
     cluster.close()
     assert difference(*models) == 0
-    assert "the end of this run: with sparse messages" in told[0]
+    assert "takes its rest with it: with sparse messages" in told[0]
 
 
 def test_the_last_worker_lost_goes_back_to_the_snapshot(cluster: Cluster) -> None:

@@ -91,8 +91,9 @@ def saved_in(sessions: Sessions) -> Path:
     return path
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["AdamW", "SGD with momentum"])
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(
+    ("delay", "optimizer"), [(0, ADAMW), (1, MOMENTUM)], ids=["AdamW", "SGD with momentum, delayed"]
+)
 @pytest.mark.parametrize("outer", OUTER)
 def test_a_new_session_goes_on_from_a_checkpoint_bit_for_bit(
     sessions: Sessions, outer: str, delay: int, optimizer: Factory
@@ -105,8 +106,9 @@ def test_a_new_session_goes_on_from_a_checkpoint_bit_for_bit(
     assert not any("own part" in text for text in sessions.told), sessions.told
 
 
-@pytest.mark.parametrize("machines", [["c", "a", "b"], ["a", "a", "b"], ["b", "a", "a"]])
-@pytest.mark.parametrize("outer", ["nesterov", "sparse"])
+@pytest.mark.parametrize(
+    ("outer", "machines"), [("nesterov", ["c", "a", "b"]), ("sparse", ["c", "b", "a"]), ("sparse", ["b", "a", "a"])]
+)
 def test_who_joins_first_and_whose_disk_is_shared_changes_nothing(
     sessions: Sessions, outer: str, machines: list[str]
 ) -> None:
@@ -117,8 +119,15 @@ def test_who_joins_first_and_whose_disk_is_shared_changes_nothing(
     assert_goes_on(whole.run, rest.run)
 
 
-@pytest.mark.parametrize("ends", ["stopped", "its process is gone"])
-@pytest.mark.parametrize(("outer", "workers"), [("nesterov", 2), ("sparse", 2), ("average", 3), ("partial", 3)])
+@pytest.mark.parametrize(
+    ("outer", "workers", "ends"),
+    [
+        ("nesterov", 2, "stopped"),
+        ("sparse", 2, "its process is gone"),
+        ("average", 3, "its process is gone"),
+        ("partial", 3, "stopped"),
+    ],
+)
 def test_a_run_that_was_cut_off_in_mid_round_begins_that_round_again(
     sessions: Sessions, outer: str, workers: int, ends: str
 ) -> None:

@@ -264,7 +264,7 @@ class LocalReplica(Replica):
             for bucket in self.layout.buckets:
                 pairs = [(weights[name], self._named[name]) for name in bucket.names]
                 parts = [pseudo_gradient(start, end).reshape(-1) for start, end in pairs]
-                flat = torch.cat(parts)
+                flat = _joined(parts)
                 if not (self._method.keeps_rest and bucket.wire_format):
                     flat.mul_(part)
                 flat = flat.cpu() if shared else self.wire.settle(bucket.index, flat)
@@ -369,9 +369,9 @@ class LocalReplica(Replica):
     def _take_outer_step(self, bucket: Bucket, mean: Tensor) -> None:
         """Step a bucket's parameters with the mean of the pseudo-gradients, `[numel]`."""
         parameters = [self._named[name] for name in bucket.names]
-        before = torch.cat([parameter.detach().reshape(-1).to(bucket.dtype) for parameter in parameters])
+        before = _joined([parameter.detach().reshape(-1).to(bucket.dtype) for parameter in parameters])
         kept = [self._momentum[name].reshape(-1) for name in bucket.names if name in self._momentum]
-        known = torch.cat(kept) if len(kept) == len(bucket.names) else None
+        known = _joined(kept) if len(kept) == len(bucket.names) else None
         after, momentum = self._method.step(before, mean, known)
         for parameter, view in zip(parameters, bucket.views(after), strict=True):
             parameter.copy_(view)
@@ -450,6 +450,11 @@ class LocalReplica(Replica):
 
 
 # ----------------------------------------------------------------------------------------------------------- functions
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors, `[n]` each, one after another, `[numel]`; a large one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _asked(work: ShardWork) -> tuple[int, int, int]:

@@ -103,9 +103,12 @@ class StateFiles:
         sync_folder(self.folder)
         return found, needed
 
-    def read(self, run_id: str, run_digest: str, number: int) -> tuple[SavedRecord, memoryview, str] | None:
+    def read(
+        self, run_id: str, run_digest: str, number: int, of_any_session: bool = False
+    ) -> tuple[SavedRecord, memoryview, str] | None:
         """Return record, bytes and digest of a state; None where it is not there, of other code or options, or damaged."""
-        content = _content(self._found(run_id, number) or self.folder)
+        path = self._found(run_id, number) if of_any_session else None
+        content = _content(path or self.folder / _name(run_id, number))
         body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
         found = hashlib.sha256(body)
         if bytes(body[: len(_MARK)]) != _MARK or not hmac.compare_digest(found.digest(), bytes(digest)):

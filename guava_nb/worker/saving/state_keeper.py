@@ -124,7 +124,7 @@ class StateKeeper:
 
     def own_part(self, number: int) -> dict[str, Any] | None:
         """Return an own part; None where it is not here whole."""
-        found = self._own.read(_OWN, "", number) if number and self._own is not None else None
+        found = self._own.read(_OWN, "", number, of_any_session=True) if number and self._own is not None else None
         return None if found is None else unpack(found[0].tree, found[1])
 
     def _do(

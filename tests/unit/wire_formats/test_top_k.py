@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guava_nb.errors import ConfigError, RemoteProtocolError
-from guava_nb.wire_formats.top_k import TopK
+from guava_nb.wire_formats.top_k import TopK, _largest
 
 
 @settings(deadline=None, max_examples=50)
@@ -70,3 +70,16 @@ def test_levels_that_no_encoder_writes_are_refused() -> None:
 def test_numbers_that_make_no_format_are_refused(numbers: tuple[int, int, int]) -> None:
     with pytest.raises(ConfigError, match="top-k of"):
         TopK(*numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kept", [0, 1, 3, 4, 5, 16])
+def test_where_few_elements_are_not_zero_the_first_zeros_are_sent_with_them(kept: int, dtype: torch.dtype) -> None:
+    """A table whose rows are seldom seen has many of these; the least number above zero is none of the zeros."""
+    generator = torch.Generator().manual_seed(kept)
+    values = torch.zeros(40, 16, dtype=dtype)
+    for row in values:
+        row[torch.randperm(16, generator=generator)[:kept]] = torch.randn(kept, generator=generator, dtype=dtype)
+    values[3, 11] = torch.nextafter(torch.zeros((), dtype=dtype), torch.ones((), dtype=dtype))
+    expected = values.abs().argsort(dim=1, descending=True, stable=True)[:, :4].sort(1).values
+    assert torch.equal(_largest(values, 4), expected)
