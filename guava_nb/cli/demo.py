@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import sys
 from dataclasses import asdict, dataclass, fields
@@ -218,6 +219,7 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
         # The first optimizer needs it, and it sets a variable of the environment: load it while the launched workers come.
         with loading_without_collections():
             importlib.import_module("torch._dynamo")
+        gc.freeze()  # what was loaded stays: no collection need look at it, the one at the session's end neither
         orchestrator.wait_for_workers(options.workers, timeout=JOIN_TIMEOUT_S)
         orchestrator.register_model(MODEL)
         training = orchestrator.start_training(

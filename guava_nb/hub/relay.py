@@ -212,7 +212,7 @@ class Relay:
             return
         seat.figures.in_bytes += len(payload)
         for action in self._take(event.session, seat, rank, lambda group: group.piece(rank, message, payload)):
-            if isinstance(action, Reduce):
+            if type(action) is Reduce:
                 self._reduce(seat, action)
 
     def _on_parcel(self, event: MessageArrived) -> None:
@@ -428,7 +428,7 @@ class Relay:
 
     def _deliver(self, seat: _Seat, actions: Iterable[Action]) -> None:
         for action in actions:
-            if isinstance(action, Deliver):
+            if type(action) is Deliver:
                 self._send_to(seat, action.rank, action.message, action.payload)
 
     def _reduce(self, seat: _Seat, action: Reduce) -> None:
