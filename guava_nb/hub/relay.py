@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -462,5 +461,7 @@ def _reply(answers: Iterable[tuple[SessionHandle, StoreReply]]) -> None:
 
 
 def _send(session: SessionHandle, message: Message, payload: memoryview | None = None) -> None:
-    with suppress(LinkClosed):  # its `SessionClosed` is on the way and breaks its groups
+    try:
         session.send(message, channel_of(message), () if payload is None else (payload,))
+    except LinkClosed:
+        return  # its `SessionClosed` is on the way and breaks its groups

@@ -318,7 +318,7 @@ class RelayGroup:
 
     def _receivers(self, target: int, but: int | None) -> tuple[int, ...]:
         if target == EVERYONE:
-            return tuple(rank for rank in range(self.size) if rank != but)
+            return tuple(range(self.size)) if but is None else tuple([rank for rank in range(self.size) if rank != but])
         return (target,) if 0 <= target < self.size else ()
 
     def _pass_on(self, ranks: Iterable[int], message: Message, payload: memoryview) -> list[Action]:
