@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -212,7 +211,7 @@ class Relay:
             return
         seat.figures.in_bytes += len(payload)
         for action in self._take(event.session, seat, rank, lambda group: group.piece(rank, message, payload)):
-            if isinstance(action, Reduce):
+            if type(action) is Reduce:
                 self._reduce(seat, action)
 
     def _on_parcel(self, event: MessageArrived) -> None:
@@ -428,7 +427,7 @@ class Relay:
 
     def _deliver(self, seat: _Seat, actions: Iterable[Action]) -> None:
         for action in actions:
-            if isinstance(action, Deliver):
+            if type(action) is Deliver:
                 self._send_to(seat, action.rank, action.message, action.payload)
 
     def _reduce(self, seat: _Seat, action: Reduce) -> None:
@@ -462,5 +461,7 @@ def _reply(answers: Iterable[tuple[SessionHandle, StoreReply]]) -> None:
 
 
 def _send(session: SessionHandle, message: Message, payload: memoryview | None = None) -> None:
-    with suppress(LinkClosed):  # its `SessionClosed` is on the way and breaks its groups
+    try:
         session.send(message, channel_of(message), () if payload is None else (payload,))
+    except LinkClosed:
+        return  # its `SessionClosed` is on the way and breaks its groups

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Union
+from typing import NamedTuple, Union
 
 import msgspec
 
@@ -38,8 +38,7 @@ ONLY_CALLED = -2  # target of a piece that carries nothing but its rank's call
 EVERYONE = -1
 
 
-@dataclass(frozen=True)
-class Deliver:
+class Deliver(NamedTuple):
     """Send a message to a rank."""
 
     rank: int
@@ -47,8 +46,7 @@ class Deliver:
     payload: memoryview | None = None
 
 
-@dataclass(frozen=True)
-class Reduce:
+class Reduce(NamedTuple):
     """Reduce the parts in order, then send the result, as the payload of `message`, to these ranks."""
 
     ranks: Sequence[int]
@@ -262,7 +260,9 @@ class RelayGroup:
     # -------------------------------------------------------------------------------------------------------- internal
 
     def _called(self, rank: int, sequence: int, spec: CallSpec) -> list[Action]:
-        call = self._calls.setdefault(sequence, _Call())
+        call = self._calls.get(sequence)
+        if call is None:
+            call = self._calls[sequence] = _Call()
         first = next(iter(call.specs.items()), None)
         before = call.specs.get(rank)
         self.held[rank] += _spec_bytes(spec) - (0 if before is None else _spec_bytes(before))
@@ -277,7 +277,7 @@ class RelayGroup:
                 f"the ranks do not agree: {self.who([first[0]])} called {describe_call(first[1])}, "
                 f"{self.who([rank])} called {describe_call(spec)}",
             )
-        elif absent := [other for other in sorted(self._left) if other not in call.specs]:
+        elif self._left and (absent := [other for other in sorted(self._left) if other not in call.specs]):
             actions = self._fail(sequence, call, f"{self.who(absent)} left the group before", missing=tuple(absent))
         if len(call.specs) == self.size:
             del self._calls[sequence]
@@ -318,7 +318,7 @@ class RelayGroup:
 
     def _receivers(self, target: int, but: int | None) -> tuple[int, ...]:
         if target == EVERYONE:
-            return tuple(rank for rank in range(self.size) if rank != but)
+            return tuple(range(self.size)) if but is None else tuple([rank for rank in range(self.size) if rank != but])
         return (target,) if 0 <= target < self.size else ()
 
     def _pass_on(self, ranks: Iterable[int], message: Message, payload: memoryview) -> list[Action]:

@@ -193,6 +193,8 @@ class Connection:
             planned_bytes = sum(map(len, batch))
             buffers = self._squeezed(batch)
             sent_bytes = sum(map(len, buffers)) if buffers is not batch else planned_bytes
+            if sent_bytes <= _INLINE_BYTES and len(buffers) > 1:
+                buffers = [b"".join(buffers)]  # cheaper than what each layer below does with each of them
             self._stream.send_all(buffers)
         except GuavaError as problem:
             self.abort(problem)

@@ -165,15 +165,14 @@ def _flat(buffer: memoryview) -> memoryview:
 
 
 def _encode(message: Message, payload_bytes: int) -> bytes:
-    name = type(message).__name__
     try:
         record = _ENCODER.encode(message)
         check_tensors(message, payload_bytes)
     except (TypeError, ValueError, OverflowError, RecursionError, RemoteProtocolError) as error:
-        raise LocalProtocolError(f"{name} cannot be sent: {error}") from error
+        raise LocalProtocolError(f"{type(message).__name__} cannot be sent: {error}") from error
     if len(record) > _MAX_RECORD_BYTES:
         raise LocalProtocolError(
-            f"{name} takes {len(record)} bytes as a record; at most {_MAX_RECORD_BYTES} may travel"
+            f"{type(message).__name__} takes {len(record)} bytes as a record; at most {_MAX_RECORD_BYTES} may travel"
         )
     return record
 

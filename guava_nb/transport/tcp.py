@@ -58,7 +58,8 @@ class TcpStream(Stream):
 
     def send_all(self, buffers: Sequence[Buffer]) -> None:
         """Send the bytes from where they lie."""
-        views = flatten(buffers)
+        only = buffers[0] if len(buffers) == 1 else None
+        views = [memoryview(only)] if type(only) is bytes else flatten(buffers)
         self._room_bytes -= max(_LEAST_BYTES, sum(map(len, views)))
         self._is_sending = True
         try:

@@ -165,13 +165,14 @@ class TlsStream(Stream):
 
     def send_all(self, buffers: Sequence[Buffer]) -> None:
         """Encrypt and send, a piece that fits the processor's cache at a time."""
+        is_record = len(buffers) == 1 and type(buffers[0]) is bytes and 0 < len(buffers[0]) <= _RECORD_BYTES
         with self._sending:
-            for piece in _pieces(flatten(buffers)):
+            for piece in (buffers,) if is_record else _pieces(flatten(buffers)):
                 with self._crypto:
                     sealed = self._seal(piece)
                 self._stream.send_all((sealed,))
 
-    def _seal(self, piece: list[memoryview]) -> bytes:
+    def _seal(self, piece: Sequence[Buffer]) -> bytes:
         write = self._tls.write
         try:
             for view in piece:

@@ -189,7 +189,9 @@ class Fleet:
         from guava_nb.data.codec import pack
 
         with self._lock:
-            return pack(self._run.replica.state(model=message.model, optimizer=message.optimizer))
+            replica = self._run.replica
+            is_whole = message.model or message.optimizer  # as a worker answers
+            return pack(replica.state(message.model, message.optimizer) if is_whole else replica.schedule_state())
 
 
 class Worker:
