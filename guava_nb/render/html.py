@@ -26,7 +26,9 @@ _TABLE = "border-collapse:collapse;margin:4px 0;table-layout:auto;font-size:inhe
 _RULE = f"border:0;border-bottom:1px solid {_LINE};background:transparent"
 _LONG_CELL = 40  # characters
 #: Characters of a table's row that a page of 500 pixels has room for, beside what a notebook has on its left.
-_NARROW = 54
+_NARROW = 46
+#: Lines that a cell of words takes at most.
+_MOST_LINES = 3
 _BAR = "rgba(70,140,90,.85)"
 
 
@@ -109,8 +111,10 @@ def _pieces(table: Table) -> list[list[int]]:
 
 
 def _least_width(cell: str, is_name: bool) -> int:
-    """Characters that a cell takes at least: what may wrap does so between words."""
-    return len(cell) if _wrapping(cell, is_name) else max(map(len, cell.split()), default=0)
+    """Characters that a cell takes at least: what may wrap does so between words, into a few lines."""
+    if _wrapping(cell, is_name):
+        return len(cell)
+    return max(*map(len, cell.split()), -(-len(cell) // _MOST_LINES), 0)
 
 
 def _piece(table: Table, columns: Sequence[int], right: Sequence[bool]) -> str:

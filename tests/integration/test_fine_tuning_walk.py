@@ -86,7 +86,7 @@ def test_a_kernel_is_restarted_in_the_middle_of_fine_tuning_and_the_result_is_fo
         first, last = map(int, laptop.run("print(run.history[0]['step'], run.history[-1]['step'])").split())
         assert first > 1 and last == 150
         assert laptop.run("run.state, run.lost_samples").strip() == "('done', 0)"
-        assert float(laptop.run("run.history[-1]['loss']")) < 2.5  # log(32) is 3.5
+        assert laptop.run("run.history[-1]['loss'] < run.history[0]['loss'] < 3.5").strip() == "True"  # log(32)
 
         saved = laptop.run(f"%guava_save {tmp_path / 'adapter.pt'}")
         assert re.search(r"Saved [\d.]+ kB", saved), saved
