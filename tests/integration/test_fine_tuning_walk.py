@@ -93,7 +93,7 @@ def test_a_kernel_is_restarted_in_the_middle_of_fine_tuning_and_the_result_is_fo
         names = laptop.run(f"sorted(torch.load({str(tmp_path / 'adapter.pt')!r}, weights_only=True)['model'])")
         assert names.count("lora_A") == names.count("lora_B") == 2 and "wte" not in names, names
         assert (tmp_path / "adapter.pt").stat().st_size * 2 < (tmp_path / "base.pt").stat().st_size
-        assert float(laptop.run(PLAIN.format(folder=str(tmp_path)))) < 1e-5
+        assert float(laptop.run(PLAIN.format(folder=str(tmp_path))).split()[-1]) < 1e-5  # a library may tell more
         laptop.run("%guava_down")
         assert worker()[0] == "ok"
     finally:
