@@ -49,3 +49,10 @@ def test_a_column_of_sentences_stands_apart_before_it_takes_more_than_three_line
     assert table_html(table).count(">work</th>") == 2
     short = Table(("work", "samples", "out", "in", "who waits"), (("local-1", "3532", "4.9 MB", "4.5 MB", "no one"),))
     assert table_html(short).count(">work</th>") == 1
+
+
+def test_a_long_path_may_break_anywhere_and_a_name_or_a_number_nowhere() -> None:
+    facts = table_html(
+        Table((), (("diary", "/home/someone/of/a/long/name/session-0123456789.txt"), ("rows", "3532 MB")))
+    )
+    assert facts.count("overflow-wrap:anywhere") == 1 and facts.count("white-space:nowrap") == 3
