@@ -23,7 +23,6 @@ from guava_nb.notebook.line_options import (
     word,
     zero_stage,
 )
-from guava_nb.notebook.train import NOT_OF_A_RUN
 from guava_nb.spec.training_options import LOSSES, Kind, OptionInfo, TrainingOptions, option_infos
 
 __all__ = ["COMMANDS", "run_options"]

@@ -17,17 +17,8 @@ from guava_nb.notebook.line_words import in_a_folder, is_background, no_variable
 from guava_nb.spec.hub_name import is_on_hub
 from guava_nb.spec.training_options import OptionInfo, option_infos
 
-__all__ = ["NOT_OF_A_RUN", "check_variable", "loaded_text", "metrics_argument", "resolve", "training_arguments"]
+__all__ = ["check_variable", "loaded_text", "metrics_argument", "resolve", "training_arguments"]
 
-#: What is looked for among the options of a run, and where it is.
-NOT_OF_A_RUN = {
-    **dict.fromkeys(("--batch-size", "--shuffle", "--num-workers"), "the DataLoader"),
-    **dict.fromkeys(("--dp", "--pp", "--tp", "--zero", "--micro-batches", "--path"), "%guava_mode"),
-    **dict.fromkeys(("--workers", "--local", "--tunnel", "--on"), "%guava_up"),
-    "--mode": "no magic: %guava_mode pipeline chooses one for the runs that follow",
-    "--device": "%guava_worker",
-    "--amp": "no magic: --precision bf16 does it",
-}
 _IMPORTABLE = re.compile(r"[^\W\d][\w.]*:[\w.]+")
 #: Names with commas between them.
 _NAMES = re.compile(r"[\w.:]+(\s*,\s*[\w.:]+)*")
