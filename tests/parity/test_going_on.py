@@ -214,7 +214,7 @@ def test_what_is_done_to_a_model_that_was_given_reaches_neither_checkpoint_nor_t
 def test_an_earlier_run_s_model_comes_of_its_copy_or_is_said_to_be_gone(session: Orchestrator) -> None:
     first = train(session)
     second = train(session)
-    with pytest.raises(WorkerLost, match=r"run-2 went on from the state after step 4 of run-1"):
+    with pytest.raises(WorkerLost, match=r"the state after step 4 of run-1 is gone: run-2 trained it further"):
         first.model()
     copied(session)
     third = train(session)
