@@ -97,8 +97,8 @@ UP = Command(
         ),
         option("--port", metavar="P", type=integer(0, 65535), help="port to listen on (default: any free one)"),
         option("--host", metavar="H", help="address to listen on (default: 127.0.0.1, this machine only)"),
-        _count("--workers", "how many workers training waits for, local ones included"),
-        _count("--local", "also start N workers on this machine", 0),
+        _count("--workers", "how many workers training waits for, local ones too (default: the configuration's, 1)"),
+        _count("--local", "also start N workers on this machine (default: 0)", 0),
         _launcher("have workers started elsewhere, and ended by %%guava_down"),
         option(
             "--connect",
@@ -109,11 +109,9 @@ UP = Command(
         _one(
             "--compression",
             ("auto", "on", "off"),
-            "lossless, of batches, gradients and parameters (auto: where it pays)",
+            "lossless, of batches, gradients and parameters (default: auto, where it pays)",
         ),
-        option(
-            "--prefetch-mb", metavar="MB", type=integer(0), help="batches that a worker may hold ahead of need (64)"
-        ),
+        _count("--prefetch-mb", "batches that a worker may hold ahead of need (default: 64)", 0, "MB"),
         flag("--no-tls", help="do not encrypt; only for a network that encrypts already"),
         flag("--show-code", help="show the join code even when all workers are local"),
         flag(
@@ -121,7 +119,7 @@ UP = Command(
             help="run the session in a process beside this kernel, which outlives the kernel: it has the cells "
             "marked %%%%guava_share and nothing else of this notebook; %%guava_up in the next kernel finds it",
         ),
-        option("--idle-limit", metavar="TIME", type=duration, help="--background: end when unused for so long (12h)"),
+        option("--idle-limit", metavar="TIME", type=duration, help="--background: end unused after (default: 12h)"),
     ),
     "%guava_up --tunnel ngrok --workers 2",
     code_to="connect",
@@ -133,7 +131,7 @@ WORKER = Command(
     (
         word("code", nargs="*", metavar="CODE", help="join code from %%guava_up (default: GUAVA_JOIN_CODE)"),
         option("--device", metavar="D", complete=_DEVICES, help="cpu, cuda:0, ... (default: auto)"),
-        option("--name", metavar="NAME", help="name of this worker in tables and logs"),
+        option("--name", metavar="NAME", help="its name in tables and logs (default: host and device)"),
         flag("--detach", help="do not block the cell (a free Colab counts as idle then)"),
     ),
     "%guava_worker guava1:...",
@@ -181,9 +179,7 @@ RUN = Command(
     "is there, %guava_pull brings what it made. Where one rank fails, all end. An interrupt stops it.",
     (
         _ON,
-        _one(
-            "--path", ("auto", "relay", "direct"), "relay: through the orchestrator; direct: between the workers (auto)"
-        ),
+        _one("--path", ("auto", "relay", "direct"), "as for %%guava_mode (default: auto)"),
         word(
             "arguments",
             nargs="*",
@@ -235,25 +231,25 @@ MODE = Command(
             help="data: whole model on each worker, a part of each batch; pipeline: some layers on each worker; tensor: a part "
             "of each layer on each worker; zero: data, but optimizer state (and more) is shared out; hybrid: several axes",
         ),
-        _count("--dp", "zero, hybrid: replicas that share the batch"),
+        _count("--dp", "zero, hybrid: replicas that share the batch (default: what the other axes leave)"),
         _count("--pp", "pipeline, hybrid: stages (default in pipeline mode: all workers)"),
-        _count("--tp", "tensor, hybrid: workers that share each layer (tensor: all)"),
+        _count("--tp", "tensor, hybrid: workers that share each layer (default in tensor mode: all)"),
         option(
             "--zero",
             metavar="1|2|3",
             type=zero_stage,
-            help="zero, hybrid: 1: optimizer state is shared out, 2: gradients too, 3: parameters too; zero mode: 2 when left "
-            "out, hybrid: nothing (0); with stages at most 1",
+            help="zero, hybrid: 1: optimizer state is shared out, 2: gradients too, 3: parameters too; with stages "
+            "at most 1 (default in zero mode: 2, in hybrid mode: 0, nothing)",
         ),
-        _count("--micro-batches", "pipeline: parts a batch is cut into (4)", 1, "M"),
-        _one("--schedule", SCHEDULES, "pipeline: order of forwards and backwards (1f1b); auto measures"),
-        _count("--stages-per-worker", "pipeline: more than 1 with --schedule interleaved"),
+        _count("--micro-batches", "pipeline: parts a batch is cut into (default: 4)", 1, "M"),
+        _one("--schedule", SCHEDULES, "pipeline: order of forwards and backwards; auto measures (default: 1f1b)"),
+        _count("--stages-per-worker", "pipeline: more than 1 with --schedule interleaved (default: 1)"),
         option(
             "--split",
             metavar="NAMES",
-            help="pipeline: modules that begin a stage, with commas (balances by itself)",
+            help="pipeline: modules that begin a stage, with commas (default: balances by itself)",
         ),
-        _one("--balance", ("parameters", "time"), "pipeline: what stages have equally much of (parameters)"),
+        _one("--balance", ("parameters", "time"), "pipeline: what stages have equally much of (default: parameters)"),
         _json(
             "--plan",
             'tensor, hybrid: {"pattern of modules": "colwise|rowwise|vocab|replicate|partial"}; partial: a whole module between '
@@ -265,11 +261,11 @@ MODE = Command(
             metavar="NAMES",
             help='modules whose activations are computed again in backward, with commas; "*": every block that repeats',
         ),
-        _one("--sync-batchnorm", ("on", "off"), "batch norms see the rows of all workers (off); not with a pipeline"),
+        _one("--sync-batchnorm", ("on", "off"), "batch norms see all workers' rows; no pipeline (default: off)"),
         _one(
             "--path",
             ("auto", "relay", "direct"),
-            "relay: through the orchestrator; direct: between the workers",
+            "relay: through the orchestrator; direct: between the workers (default: auto, direct where all reach each other)",
         ),
     ),
     "%guava_mode pipeline --micro-batches 8",
@@ -304,7 +300,8 @@ def _with_default(info: OptionInfo) -> str:
     text, default = info.text.rstrip("."), info.default
     if info.setting:
         default = getattr(DistributedConfig(), info.setting)
-        return re.sub(r"(?<=by default the configuration's)(?=$|[;.])", f", {default}", text)
+        shown = rf"\1, {'off' if default is False else default}"
+        return re.sub(r"(?<=y default the configuration's)( `\w+`)?(?=$|[;.])", shown, text)
     is_needed = info.flag in ("loss", "step")  # one of them is to be given
     return text if default in (None, (), False) or is_needed else f"{text} (default: {default})"
 
@@ -363,7 +360,7 @@ PREDICT = Command(
             "DataLoader of the notebook; of (inputs, targets) the targets stay here; or prompts",
             required=True,
         ),
-        _count("--top-k", "the best K classes of each sample (default 1)", 1, "K"),
+        _count("--top-k", "the best K classes of each sample (default: 1)", 1, "K"),
         option("--threshold", metavar="P", type=number, help="samples whose best class is less probable get class -1"),
         flag("--full", help="the probabilities of all classes too"),
         flag("--raw", help="the outputs as they are, for models that give no [rows, classes]"),
@@ -375,16 +372,16 @@ PREDICT = Command(
         ),
         option("--into", metavar="NAME", help="also store the results in this variable"),
         flag("--generate", help="continue the prompts of --data: texts, or lists of tokens"),
-        _count("--max-new-tokens", "--generate: for each prompt (50)"),
+        _count("--max-new-tokens", "--generate: for each prompt (default: 50)"),
         option(
             "--temperature",
             metavar="X",
             type=number,
-            help="--generate: sample, among --top-k if given (0: the likeliest)",
+            help="--generate: sample, among --top-k if given (default: 0, the likeliest)",
         ),
-        _count("--seed", "--generate: prompt I is sampled by the seed N + I (0)", 0),
+        _count("--seed", "--generate: prompt I is sampled by the seed N + I (default: 0)", 0),
         _expression("--tokenizer", "--generate: tokenizer of the notebook, for prompts of text"),
-        _count("--context", "--generate: the model sees so many of the last tokens"),
+        _count("--context", "--generate: the model sees so many of the last tokens (default: all)"),
         _json("--generate-args", "--generate: further arguments of transformers' generate", '{"num_beams": 4}'),
         *_MODEL,
         _BATCH,

@@ -180,9 +180,15 @@ class Command:
             allow_abbrev=False,
         )
         for entry in self.options:
-            parser.add_argument(*entry.flags, **entry.settings)
+            parser.add_argument(*entry.flags, **{**entry.settings, "help": self._told(entry)})
         parser.add_argument("-h", "--help", action="store_true", help="show this help")
         return parser
+
+    def _told(self, entry: Option) -> str:
+        """What the help says of an option: what counts where it is left out, too."""
+        text, name = str(entry.settings.get("help", "")), entry.flags[0]
+        is_needed = entry.settings.get("required") or name.lstrip("-") in self.one_of or not name.startswith("-")
+        return text if is_needed or not entry.takes_value or "default" in text else f"{text} (default: none)"
 
 
 class _Parser(argparse.ArgumentParser):

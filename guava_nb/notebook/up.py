@@ -134,7 +134,8 @@ def start_worker(code: str, device: str, name: str | None) -> Any:
         with contextlib.suppress(LinkTimeout):  # slow, or gone: the worker is more patient
             try_way(JoinCode.decode(code), LinkOptions(connect_timeout_s=TRY_S), TRY_S)
     except (LinkBroken, AuthenticationError) as error:
-        raise ClusterError(f"the worker did not join: {error}; %guava_doctor CODE says which step fails") from None
+        why = str(error).rstrip(".")
+        raise ClusterError(f"the worker did not join: {why}; %guava_doctor CODE says which step fails") from None
     load_torch()
     from guava_nb.worker.network_worker import start_worker as start
 

@@ -31,6 +31,8 @@ _MOST_CHARTS = 4
 #: Where devices are more, or their names take more room than is above a chart, it has lines of the least, mean and most of
 #: them, at so many times.
 _MOST_DEVICES, _MOST_CHARACTERS, _TIMES = 6, 36, 60
+#: Characters of the names of several workers on one device that have room beside a title.
+_MOST_NAMES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,8 @@ def _of_devices(devices: Sequence[DeviceUse], known: Scales) -> list[Chart]:
     charts = []
     for is_gpu, names in ((True, ("GPU busy", "GPU memory")), (False, ("CPU busy", "RAM in use"))):
         there = [one for one in devices if one.is_gpu is is_gpu]
-        busy = [Line(one.workers, one.busy) for one in there if len(one.busy) > 1]
-        memory = [Line(one.workers, one.memory_used_bytes) for one in there if len(one.memory_used_bytes) > 1]
+        busy = [Line(_users(one), one.busy) for one in there if len(one.busy) > 1]
+        memory = [Line(_users(one), one.memory_used_bytes) for one in there if len(one.memory_used_bytes) > 1]
         if busy:
             charts.append(Chart(names[0], _few(busy, last), Scale(False, 0, 1), last, True, True, show_percent))
         if memory:
@@ -154,6 +156,12 @@ def _of_devices(devices: Sequence[DeviceUse], known: Scales) -> list[Chart]:
             known[names[1]] = scale = scale.wider(known.get(names[1], scale))
             charts.append(Chart(names[1], _few(memory, last), scale, last, True, True, _bytes_text))
     return charts
+
+
+def _users(device: DeviceUse) -> str:
+    """Who is on a device, where the names have room beside a title; else how many they are."""
+    others = device.workers.count(", ")
+    return f"{others + 1} workers" if others and len(device.workers) > _MOST_NAMES else device.workers
 
 
 def _bytes_text(value: float) -> str:

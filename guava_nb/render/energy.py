@@ -30,8 +30,7 @@ def energy_view(record: Mapping[str, Any]) -> View:
     tasks: Sequence[Mapping[str, Any]] = record["tasks"]
     facts = Table((), tuple(_facts(record)))
     tables = (facts, _workers(rows), _phases(rows), _tasks(tasks), _speed(rows), _machines(rows))
-    reasons = dict.fromkeys(f"{row['worker']}: {row['why']}" for row in rows if row["why"])
-    notes = [*reasons, *(note for row in rows for note in _doubts(row))]
+    notes = [*_reasons(rows), *(note for row in rows for note in _doubts(row))]
     if tasks:
         notes.append("Tasks overlap phases, and each other where one is within another: another view of the same time.")
     if record["joules"] is not None:
@@ -58,6 +57,17 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     if record["cost"] is not None:
         facts.append(("cost", f"{show_float(record['cost'], 3)}, by the price given"))
     return facts
+
+
+def _reasons(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Why nothing was measured, each reason once with those that it holds for."""
+    workers: dict[str, list[str]] = {}
+    for row in rows:
+        if row["why"]:
+            workers.setdefault(row["why"], []).append(row["worker"])
+    for why, names in workers.items():
+        names = list(dict.fromkeys(names))
+        yield f"{f'all {len(names)} workers' if len(names) == len(rows) > 3 else ', '.join(names)}: {why}"
 
 
 def _doubts(row: Mapping[str, Any]) -> Iterator[str]:

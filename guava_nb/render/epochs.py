@@ -72,7 +72,7 @@ def runs_view(runs: Sequence[RunStatus], note: str = "") -> View:
         for run in runs
     ]
     killed = [run.run_id for run in runs if run.state == "killed"]
-    notes = [f"{' and '.join(killed)}: {_KILLED}"] if killed else []
+    notes = [f"Killed ({', '.join(killed)}): {_KILLED}"] if killed else []
     notes += [note] if note else []
     return View("runs", f"{len(runs)} of this notebook", None, (without_empty(head, rows),), tuple(notes))
 

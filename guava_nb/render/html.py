@@ -24,9 +24,11 @@ _RIGHT = ";text-align:right"
 #: What a page says of its own tables (centred, of fixed columns) does not suit these.
 _TABLE = "border-collapse:collapse;margin:4px 0;table-layout:auto;font-size:inherit;font-variant-numeric:tabular-nums"
 _RULE = f"border:0;border-bottom:1px solid {_LINE};background:transparent"
-_LONG_CELL = 40  # characters
+_LONG_CELL, _LONG_WORD = 40, 30  # characters
 #: Characters of a table's row that a page of 500 pixels has room for, beside what a notebook has on its left.
-_NARROW = 54
+_NARROW = 46
+#: Lines that a cell of words takes at most.
+_MOST_LINES = 3
 _BAR = "rgba(70,140,90,.85)"
 
 
@@ -109,8 +111,10 @@ def _pieces(table: Table) -> list[list[int]]:
 
 
 def _least_width(cell: str, is_name: bool) -> int:
-    """Characters that a cell takes at least: what may wrap does so between words."""
-    return len(cell) if _wrapping(cell, is_name) else max(map(len, cell.split()), default=0)
+    """Characters that a cell takes at least: what may wrap does so between words, into a few lines."""
+    if "nowrap" in _wrapping(cell, is_name):
+        return len(cell)
+    return max(*(min(len(word), _LONG_WORD) for word in cell.split()), -(-len(cell) // _MOST_LINES), 0)
 
 
 def _piece(table: Table, columns: Sequence[int], right: Sequence[bool]) -> str:
@@ -143,7 +147,10 @@ def _is_figures(cells: Sequence[str]) -> bool:
 
 def _wrapping(cell: str, is_name: bool) -> str:
     """Words may take several lines; a name stays whole, and a number with its unit."""
-    return ";white-space:nowrap" if (is_name or cell[:1].isdigit()) and len(cell) <= _LONG_CELL else ""
+    if (is_name or cell[:1].isdigit()) and len(cell) <= _LONG_CELL:
+        return ";white-space:nowrap"
+    is_long = max(map(len, cell.split()), default=0) > _LONG_WORD
+    return ";overflow-wrap:anywhere" if is_long else ""  # a path, which would make a narrow page too wide
 
 
 def lines_html(lines: Sequence[str]) -> str:

@@ -24,7 +24,9 @@ def charts_html(charts: tuple[Chart, ...], smoothing: float = 0.0) -> str:
     if not charts:
         return ""
     drawn = "".join(_svg(chart, smoothing) for chart in charts)
-    return f'<div style="display:flex;flex-wrap:wrap;align-items:flex-end;gap:2px 10px;margin:6px 0">{drawn}</div>'
+    # Columns of one width: in rows that are filled each for itself a last one with fewer charts would have larger ones.
+    columns = "grid-template-columns:repeat(auto-fill,minmax(min(250px,100%),1fr))"
+    return f'<div style="display:grid;{columns};align-items:end;gap:2px 10px;margin:6px 0">{drawn}</div>'
 
 
 def _svg(chart: Chart, smoothing: float) -> str:
@@ -41,7 +43,7 @@ def _svg(chart: Chart, smoothing: float) -> str:
             parts += [_dot(chart, point, height, colour) for point in _thinned(line.points)[-40:]]
     return (
         f'<svg role="img" aria-label="{escape(chart.title)}" viewBox="0 0 {_WIDTH} {height}" fill="currentColor" '
-        f'style="flex:1 1 250px;min-width:0;max-width:420px;height:auto" font-size="22">{"".join(parts)}</svg>'
+        f'style="width:100%;max-width:420px;height:auto" font-size="22">{"".join(parts)}</svg>'
     )
 
 

@@ -118,7 +118,7 @@ class TrainingOptions:
         scheduler_interval: what the scheduler counts; by default the configuration's.
         scheduler_metric: what a scheduler such as ReduceLROnPlateau follows: "loss" of the validation (without one, of the
             epoch), its "accuracy" (with mode "max"), or one of `metrics`; by default "loss".
-        max_grad_norm: largest global L2 norm of the gradients; 0: no clipping; by default the configuration's, None: none.
+        max_grad_norm: largest global L2 norm of the gradients; 0: no clipping; by default the configuration's, none.
         accumulation_steps: loader batches per optimizer step, which takes the mean over all their samples, also where the last
             ones are fewer or smaller; by default the configuration's.
         sync: when workers exchange what they learned: "step" sums the gradients of every step, and equals training on one
@@ -184,7 +184,7 @@ class TrainingOptions:
             in %guava_energy (run.energy_record()).
         count_flops: count floating point operations, for the share of a device's peak in %guava_energy (data mode); by default
             the configuration's.
-        threads: torch's threads in each worker; by default the configuration's, None: torch's own choice.
+        threads: torch's threads in each worker; by default the configuration's, none: torch's own choice.
         budget_bytes: most bytes to send and receive here, before encryption, such as 900MB: the run stops before, between two
             steps, with a checkpoint to go on from. By default the configuration's; 0 sets no limit. What workers exchange
             directly does not count.

@@ -67,7 +67,7 @@ def read_wandb(file: Path) -> tuple[list[str], Curves]:
 
 
 def records_of(content: bytes) -> Iterator[bytes]:
-    """The records of a log in LevelDB form: blocks of 32 KiB, before each piece 4 bytes of checksum, its length, its kind."""
+    """The records of a log in LevelDB's form: blocks of 32 KiB; before each piece its checksum, its length and its kind."""
     block, head, at, pieces = 32 << 10, 7, 7, b""  # the file begins with 7 bytes of its own
     while at + head <= len(content):
         if (left := block - at % block) < head:

@@ -229,7 +229,7 @@ def small_disk(folder: Path) -> Iterator[Path | None]:
         yield folder if made.returncode == 0 else None
     finally:
         if made.returncode == 0:
-            subprocess.run(["umount", str(folder)], check=True)
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.mark.timeout(240)
@@ -285,7 +285,7 @@ def _join_in_vain(kernel: Kernel, code: str) -> None:
 def _on_a_full_disk(kernel: Kernel, disk: Path) -> None:
     answer(kernel, f"%guava_save {disk}/net.pt", "No space left on device: it needs more than")
     assert list(disk.iterdir()) == []
-    kernel.run(f"filled = open({str(disk / 'filled')!r}, 'wb'); filled.write(bytes(65536)); filled.flush()")
+    kernel.run(f"with open({str(disk / 'filled')!r}, 'wb', 0) as filled: filled.write(bytes(65536))")
     answer(kernel, f"%guava_save {disk}/net.pt", "are free in")
     answer(kernel, f"%guava_export {disk}/train.py", "No space left on device; make room, or give another path")
     answer(kernel, f"%guava_runs --csv {disk}/runs.csv", "No space left on device; name another file")

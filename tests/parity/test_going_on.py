@@ -5,6 +5,7 @@ Through `Orchestrator`, as a user calls it, with workers that are threads. Here 
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,7 +214,7 @@ def test_what_is_done_to_a_model_that_was_given_reaches_neither_checkpoint_nor_t
 def test_an_earlier_run_s_model_comes_of_its_copy_or_is_said_to_be_gone(session: Orchestrator) -> None:
     first = train(session)
     second = train(session)
-    with pytest.raises(WorkerLost, match=r"run-2 went on from the state after step 4 of run-1"):
+    with pytest.raises(WorkerLost, match=r"the state after step 4 of run-1 is gone: run-2 trained it further"):
         first.model()
     copied(session)
     third = train(session)
@@ -278,6 +279,26 @@ def test_a_lost_only_copy_is_told_and_what_is_left_goes_on(lone: Orchestrator, t
     kept = torch.load(saved, weights_only=True)
     assert kept["step"] == -1 and (kept["position"]["epoch"], kept["position"]["batches"]) == (0, 0)
     assert difference(train(lone).model(), plain(lone, 1)) <= 1e-9
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_lost_state_names_the_newest_checkpoint_that_is_there(
+    lone: Orchestrator, tmp_path: Path, is_there: bool
+) -> None:
+    holder = joined(lone, "holder")
+    train(lone, save_every=2, keep=1, checkpoint_dir=tmp_path)
+    train(lone)  # the next run goes on from it, and writes none
+    (file,) = tmp_path.glob("run-1-*-step-4.pt")
+    holder.die()
+    joined(lone, "next")
+    if is_there:
+        assert f"and its newest checkpoint, {file}" in lone.status().state_note
+        told = re.escape(f"Go on from its newest checkpoint with resume={str(file)!r} (--resume {file})")
+    else:
+        file.unlink()
+        told = r"Train anew with fresh=True \(--fresh\), or go on from a checkpoint \(--resume\)"
+    with pytest.raises(WorkerLost, match=told):
+        lone.save_checkpoint(tmp_path / "lost.pt")
 
 
 @pytest.mark.parametrize("mode", ["whole", "at the workers"])

@@ -6,7 +6,7 @@ Knows state dicts; knows no files.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from guava_nb.errors import CheckpointError
 from guava_nb.replica.model.wrappers import plain_names
 
 __all__ = ["differences", "fitted"]
+
+#: Where peft keeps a layer as it was before a copy of it learns: it computes nothing, so a file need not have it.
+_KEPT_ASIDE = ".original_module."
 
 
 def fitted(read: Mapping[str, Any], model: torch.nn.Module, source: str) -> tuple[dict[str, Any], list[str]]:
@@ -33,8 +36,10 @@ def fitted(read: Mapping[str, Any], model: torch.nn.Module, source: str) -> tupl
         CheckpointError: they do not fit the model in names, shapes and kinds of numbers.
     """
     current = model.state_dict()
-    read = _with_base(plain_names(dict(read), current), model, current)
-    weights = _with_tied(_with_adapted(read, current), current)
+    adapted = _before_adapters(current)
+    read = _with_base(plain_names(dict(read), current), model, {*current, *adapted})
+    weights = _with_tied({name: value for n, value in read.items() for name in adapted.get(n, [n])}, current)
+    weights |= {name: current[name] for name in current if _KEPT_ASIDE in name and name not in weights}
     added = _added(weights, model)
     weights |= {name: current[name] for name in added}
     if problems := differences(weights, current, f"in {source.replace(chr(92), '/').rpartition('/')[2]}"):
@@ -47,25 +52,39 @@ def fitted(read: Mapping[str, Any], model: torch.nn.Module, source: str) -> tupl
     return weights, added
 
 
-def _with_base(read: Mapping[str, Any], model: torch.nn.Module, current: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What transformers does with files of a model without its head: its names are below `base_model_prefix`."""
+def _with_base(read: Mapping[str, Any], model: torch.nn.Module, known: Collection[str]) -> Mapping[str, Any]:
+    """What transformers does with files of a model without its head: its names are below `base_model_prefix`.
+
+    Args:
+        known: names of the model, and those that it had before adapters were added.
+    """
     ignored = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     prefix = getattr(model, "base_model_prefix", "")
-    if isinstance(prefix, str) and prefix and not any(name in current for name in read):
+    if isinstance(prefix, str) and prefix and not any(name in known for name in read):
         read = {f"{prefix}.{name}": value for name, value in read.items()}
-    return {n: v for n, v in read.items() if n in current or not any(one.search(n) for one in ignored)}
+    return {n: v for n, v in read.items() if n in known or not any(one.search(n) for one in ignored)}
 
 
-def _with_adapted(weights: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename what peft renames when it adds adapters to a model: `base_model.model.` before, `.base_layer` within."""
-    names = {name.removeprefix("base_model.model.").replace(".base_layer.", "."): name for name in current}
-    return {name if name in current else names.get(name, name): value for name, value in weights.items()}
+def _before_adapters(current: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The names of a model by those that they had before peft added adapters, where these are others.
+
+    It puts `base_model.model.` before them and `.base_layer` into layers with an adapter. Of a layer that learns as a whole
+    (`modules_to_save`) it keeps the first one aside, and trains a copy.
+    """
+    names: dict[str, list[str]] = {}
+    for name in current:
+        before = re.sub(
+            r"\.(base_layer|original_module|modules_to_save\.\w+)\.", ".", name.removeprefix("base_model.model.")
+        )
+        if before not in current:
+            names.setdefault(before, []).append(name)
+    return names
 
 
 def _added(weights: Mapping[str, Any], model: torch.nn.Module) -> list[str]:
     """What learns and is not in the file, or in another shape, where all that is frozen is in it."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    frozen = [name for name, one in parameters.items() if not one.requires_grad]
+    frozen = [name for name, one in parameters.items() if not one.requires_grad and _KEPT_ASIDE not in name]
     if not frozen or any(name not in weights for name in frozen):
         return []
     shapes = {name: tuple(value.shape) for name, value in weights.items() if isinstance(value, torch.Tensor)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,18 @@ def test_nothing_on_the_line_is_an_answer_or_one_line(notebook: Any, name: str) 
 @pytest.mark.parametrize("name", NAMES)
 def test_question_mark_shows_the_help(notebook: Any, name: str) -> None:
     assert notebook.magics.shell.find_magic(name).__doc__.startswith("usage:")
+
+
+@pytest.mark.parametrize("command", commands.COMMANDS, ids=lambda command: command.name)
+def test_the_help_says_of_each_option_what_counts_where_it_is_left_out(command: Any) -> None:
+    shown = re.split(r"\n  (?=-)", command.help())[1:]
+    for entry in command.options:
+        name = entry.flags[0]
+        if name.startswith("-") and entry.takes_value and not entry.settings.get("required"):
+            (told,) = [text for text in shown if re.match(rf"{name}\b(?!-)", text)]
+            told = " ".join(told.split())
+            assert "default" in told or name.lstrip("-") in command.one_of, told
+            assert "None" not in told and "False" not in told, told
 
 
 def test_every_magic_of_the_table_exists_and_is_short() -> None:

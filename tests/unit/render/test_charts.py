@@ -49,6 +49,10 @@ def test_devices_have_a_chart_each_of_busy_and_memory_and_many_are_folded() -> N
     four = charts_html(charts_of(Curve(POINTS, devices=tuple(used(f"local-{k}", True) for k in range(4))))[1:2])
     assert ">local-3</tspan>" in four, "names alone where the figures beside them would be cut"
     assert charts_of(Curve(POINTS, devices=(DeviceUse("a", True),)))[1:] == ()
+    crowd = charts_of(Curve(POINTS, devices=(used(", ".join(f"local-{k}" for k in range(8)), False),)))[1:]
+    assert [[line.name for line in chart.lines] for chart in crowd] == [["8 workers"], ["8 workers"]]
+    page = charts_html(crowd)
+    assert "8 workers 90 %" in page and "auto-fill" in page, "columns of one width, whatever number is in the last row"
 
 
 def test_a_scale_only_widens_through_a_run() -> None:

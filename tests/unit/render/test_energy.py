@@ -47,3 +47,11 @@ def test_the_picture_is_a_png_made_without_pyplot() -> None:
     before = "matplotlib.pyplot" in sys.modules
     assert watts_png(CURVES).startswith(b"\x89PNG")
     assert ("matplotlib.pyplot" in sys.modules) == before
+
+
+def test_a_reason_that_holds_for_many_workers_is_told_once() -> None:
+    row = next(row for row in record()["workers"] if row["why"])
+    for count, who in ((1, "w0: "), (3, "w0, w1, w2: "), (8, "all 8 workers: ")):
+        rows = [{**row, "worker": f"w{number}"} for number in range(count)]
+        notes = energy_view({**record(), "workers": rows}).notes
+        assert [note for note in notes if row["why"] in note] == [who + row["why"]]

@@ -48,7 +48,9 @@ def test_runs_are_compared_in_what_differs() -> None:
     )
     killed = runs_view([replace(other, state="killed"), one], "2 older")
     assert killed.tables[0].rows[0][4] == f"{RUN.step} or more" and killed.tables[0].rows[1][4] == str(RUN.step)
-    assert killed.notes[0].startswith("run-2: the kernel ended while it trained") and killed.notes[1:] == ("2 older",)
+    assert killed.notes[0].startswith("Killed (run-2): the kernel ended while it trained") and killed.notes[1:] == (
+        "2 older",
+    )
     lines = runs_csv([one, other]).splitlines()
     assert (
         lines[0] == "run,figure,step,value,seconds,workers"

@@ -99,6 +99,49 @@ def test_a_file_of_the_frozen_part_is_enough_also_where_peft_renamed_it(tmp_path
         fitting_weights(path, model)
 
 
+class AdaptedAsInTransformers(nn.Module):
+    """As peft changes a model of transformers: it tells of the base's prefix as its own, and keeps a trained layer aside."""
+
+    base_model_prefix = "body"
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.ModuleDict({"base_layer": nn.Linear(3, 4), "lora": nn.Linear(3, 4)})
+        head = nn.ModuleDict(
+            {"original_module": nn.Linear(4, 2), "modules_to_save": nn.ModuleDict({"default": nn.Linear(4, 2)})}
+        )
+        for frozen in (layer["base_layer"], head["original_module"]):
+            frozen.requires_grad_(False)
+        inner = nn.ModuleDict({"body": nn.ModuleDict({"first": layer}), "head": head})
+        self.base_model = nn.ModuleDict({"model": inner})
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize("prefix", ["body.", ""])
+def test_a_base_of_transformers_is_found_below_adapters_with_and_without_its_head(
+    tmp_path: Path, has_head: bool, prefix: str
+) -> None:
+    base, path, model = (
+        nn.ModuleDict({"first": nn.Linear(3, 4), "head": nn.Linear(4, 2)}),
+        tmp_path / "a.pt",
+        AdaptedAsInTransformers(),
+    )
+    state = {f"{prefix}first.{name}": value for name, value in base["first"].state_dict().items()}
+    if has_head and not prefix:
+        pytest.skip("a file without the prefix is one without the head")
+    if has_head:
+        state |= {f"head.{name}": value for name, value in base["head"].state_dict().items()}
+    torch.save(state, path)
+    weights, added = fitting_weights(path, model)
+    model.load_state_dict(weights)
+    inner: Any = model.base_model["model"]
+    assert torch.equal(inner["body"]["first"]["base_layer"].weight, base["first"].weight)
+    assert torch.equal(inner["head"]["modules_to_save"]["default"].weight, base["head"].weight) == has_head
+    assert sorted(name.rpartition(".")[2] for name in added if "lora" not in name) == (
+        [] if has_head else ["bias", "weight"]
+    )
+
+
 def test_a_last_layer_of_another_size_begins_as_it_is_built_over_a_frozen_part_that_is_read(tmp_path: Path) -> None:
     torch.save(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 10)).state_dict(), tmp_path / "a.pt")
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
