@@ -10,8 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
-
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.owed_answers import OwedAnswer
@@ -21,7 +19,7 @@ from guava_nb.protocol.messages import FetchState, SavedState, SaveState, State
 from guava_nb.replica.one_step_check.python_state import changed_since, digests
 from guava_nb.replica.replica import Replica
 from guava_nb.sync.beginning import Beginning
-from guava_nb.sync.own_state import OwnParts, tell_not_kept
+from guava_nb.sync.own_state import OwnParts
 from guava_nb.sync.state_copy import COMING_BYTES, StateCopy, received_bytes, state_in
 from guava_nb.sync.steps_held import StepsHeld
 
@@ -30,8 +28,6 @@ __all__ = ["NOT_HERE", "StateAtWorkers", "StateLate"]
 #: A step that is never committed: the master does not hold the run's state yet.
 NOT_HERE = -2
 _ANEW = "train anew with fresh=True (--fresh)"
-#: A worker writes its own part in this time; the steps wait for it.
-_OWN_S = 60.0
 
 
 class StateLate(WorkerLost):
@@ -134,22 +130,8 @@ class StateAtWorkers(StepsHeld, ABC):
     def keep_own(self, job: Job) -> None:
         """Have each worker keep on its disk what only it has after the last committed step, for a checkpoint of that step.
 
-        There is something of the kind in rounds of local steps with several workers. A worker that keeps nothing is told.
+        There is something of the kind in rounds of local steps with several workers.
         """
-        ranks = sorted(self.in_step(job), key=self.place)
-        if self.unit != "round" or len(ranks) < 2 or (self.own_of(self.step) is not None):
-            return
-        self.own = own = OwnParts.new(self.step, len(ranks), self._rests_of_sums())
-        orders = {rank: SaveState(n, step=self.step, own=True) for rank, n in zip(ranks, own.numbers, strict=True)}
-        try:
-            answers = self._answers(job, ranks, _OWN_S, whole=False, orders=orders)
-        except StateLate:
-            answers = [(None, None)] * len(ranks)
-        tell_not_kept(job.cluster, {rank: saved for rank, (_, saved) in zip(ranks, answers, strict=True)})
-
-    def _rests_of_sums(self) -> Mapping[str, Tensor]:
-        """Return what sums left out on their way to the workers, by bucket."""
-        return {}
 
     def go_on_with(self, own: OwnParts) -> None:
         """Begin with what workers kept for a checkpoint of the state that the run begins with."""
@@ -282,7 +264,7 @@ class StateAtWorkers(StepsHeld, ABC):
         holders = self.givers(job)
         asked = self._holders_with(holders[0]) if holders else []
         answers = self._answers(job, asked, None, whole=False)
-        if not answers or any(step != self.step for step, _ in answers):
+        if not answers or any(step != self.step or "groups" not in found for step, found in answers):
             return False
         self.schedule = next((found for _, found in answers if found["groups"]), None)
         return True

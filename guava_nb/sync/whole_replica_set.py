@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from guava_nb.cluster.group_path import Route
 from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.cluster.owed_answers import OwedAnswer
 from guava_nb.errors import WorkerLost
-from guava_nb.protocol.messages import Cell, RunSpec
+from guava_nb.protocol.messages import Cell, RunSpec, SaveState
 from guava_nb.replica.buckets import BucketWire, message_format
 from guava_nb.replica.replica import Replica
-from guava_nb.sync.own_state import OwnParts, deal_parts, tell_parts_missing
+from guava_nb.sync.own_state import OwnParts, deal_parts, tell_not_kept, tell_parts_missing
 from guava_nb.sync.replica_set import Given, ReplicaSet
 from guava_nb.sync.star_exchange import StarExchange
+from guava_nb.sync.state_at_workers import StateLate
 from guava_nb.sync.state_copy import COMING_BYTES
 
 __all__ = ["WholeReplicaSet"]
 
 #: Seconds in which one is waited for whose connection broke while it got the state: a redial, its longest pause included.
 BACK_S = 5.0
+#: A worker writes its own part in this time; the steps wait for it.
+_OWN_S = 60.0
 
 
 class WholeReplicaSet(ReplicaSet):
@@ -99,8 +100,18 @@ class WholeReplicaSet(ReplicaSet):
             found = sum(rank in self._loaded and self._loaded[rank].own for rank in asked)
             tell_parts_missing(job.cluster, own.count, without, found)
 
-    def _rests_of_sums(self) -> Mapping[str, Tensor]:
-        return self.sums.rests()
+    def keep_own(self, job: Job) -> None:
+        """As in the base class; a worker that keeps nothing is told."""
+        ranks = sorted(self.in_step(job), key=self.place)
+        if self.unit != "round" or len(ranks) < 2 or self.own_of(self.step) is not None:
+            return
+        self.own = own = OwnParts.new(self.step, len(ranks), self.sums.rests())
+        orders = {rank: SaveState(n, step=self.step, own=True) for rank, n in zip(ranks, own.numbers, strict=True)}
+        try:
+            answers = self._answers(job, ranks, _OWN_S, whole=False, orders=orders)
+        except StateLate:
+            answers = [(None, None)] * len(ranks)
+        tell_not_kept(job.cluster, {rank: saved for rank, (_, saved) in zip(ranks, answers, strict=True)})
 
     def go_on_with(self, own: OwnParts) -> None:
         """Begin with what workers kept for a checkpoint of the state that the run begins with."""
