@@ -85,6 +85,7 @@ class CountingReplica(Replica):
 
     # It keeps nothing of a user's beside the number.
     module = None
+    optimizer_site = "workers"
     user_code: dict[str, object] = {}
     weights_bytes = model_bytes = 0
 

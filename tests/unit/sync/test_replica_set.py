@@ -318,3 +318,13 @@ def test_a_state_is_waited_for_while_its_worker_is_away_and_no_other_has_it(
     assert replicas._is_waited_for(job, 0) is not other_holds
     job.ready, job.suspects = {1}, set()
     assert not replicas._is_waited_for(job, 0)
+
+
+@pytest.mark.parametrize(("answer", "is_left"), [({"groups": [{"lr": 0.1}]}, True), ({"groups": []}, True), ({}, False)])
+def test_an_answer_without_a_schedule_is_none_that_the_state_is_left_with(
+    replicas: ReplicaSet, job: Any, answer: dict[str, Any], is_left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "givers", lambda job: [0])
+    monkeypatch.setattr(replicas, "_answers", lambda *args, **options: [(replicas.step, answer)])
+    assert replicas.leave(job) is is_left
+    assert replicas.schedule == (answer if answer.get("groups") else None)
