@@ -240,4 +240,4 @@ def test_a_run_tells_what_becomes_of_residuals_and_a_resumed_one_repeats_exactly
     models = [session.train(wired("int8"), plan_for(data(), 1), tmp_path, begin=saved).model() for _ in range(2)]
     cluster.close()
     assert difference(*models) == 0
-    assert "travel as int8" in told[0] and "the end of this run" in told[0]
+    assert "travel as int8" in told[0] and "takes its rest with it" in told[0]
