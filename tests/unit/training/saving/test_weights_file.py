@@ -116,8 +116,7 @@ class AdaptedAsInTransformers(nn.Module):
         self.base_model = nn.ModuleDict({"model": inner})
 
 
-@pytest.mark.parametrize("has_head", [True, False])
-@pytest.mark.parametrize("prefix", ["body.", ""])
+@pytest.mark.parametrize(("has_head", "prefix"), [(True, "body."), (False, "body."), (False, "")])
 def test_a_base_of_transformers_is_found_below_adapters_with_and_without_its_head(
     tmp_path: Path, has_head: bool, prefix: str
 ) -> None:
@@ -127,8 +126,6 @@ def test_a_base_of_transformers_is_found_below_adapters_with_and_without_its_hea
         AdaptedAsInTransformers(),
     )
     state = {f"{prefix}first.{name}": value for name, value in base["first"].state_dict().items()}
-    if has_head and not prefix:
-        pytest.skip("a file without the prefix is one without the head")
     if has_head:
         state |= {f"head.{name}": value for name, value in base["head"].state_dict().items()}
     torch.save(state, path)
