@@ -320,7 +320,9 @@ def test_a_state_is_waited_for_while_its_worker_is_away_and_no_other_has_it(
     assert not replicas._is_waited_for(job, 0)
 
 
-@pytest.mark.parametrize(("answer", "is_left"), [({"groups": [{"lr": 0.1}]}, True), ({"groups": []}, True), ({}, False)])
+@pytest.mark.parametrize(
+    ("answer", "is_left"), [({"groups": [{"lr": 0.1}]}, True), ({"groups": []}, True), ({}, False)]
+)
 def test_an_answer_without_a_schedule_is_none_that_the_state_is_left_with(
     replicas: ReplicaSet, job: Any, answer: dict[str, Any], is_left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
