@@ -5,14 +5,14 @@
     ... --workers 4 --table 195000 --width 128 --batch 4 --row-s 0.2 --optimizer SGD --every 60 --cases partial@30  # 25 M
     ... --line lte --cases average@12                                              # a line with breaks
 
-A byte-level GPT on the sources of Python's standard library; each worker is a process of its own behind a line of its own,
-and the orchestrator behind another one, which all of them share (`LINES`, `tests/support/relay.py`). A case is `step`, `auto`,
+A byte-level GPT on the sources of Python's standard library; each worker is a process of its own behind a line of its own, and
+the orchestrator behind another one, which all of them share (`LINES`, `tests/support/relay.py`). A case is `step`, `auto`,
 which lets the run choose, or an outer method of local rounds, with `+` and a wire format, with `@` and a `sync_delay`; `alone`
 gives one worker all tokens. Prints one JSON line for each: seconds of the run (`whole_s`: with what came before its first
 step), wire bytes of gradients and of all kinds, those that the orchestrator's machine sent and received in all and for each
-worker, the loss of the last steps and of a validation on files that were not trained on,
-which part of its time a worker computed (`busy`; else `idle_s`) and took steps (`in_steps`: what a round costs beside them is
-none), and what was told beforehand.
+worker, the loss of the last steps and of a validation on files that were not trained on, which part of its time a worker
+computed (`busy`; else `idle_s`) and took steps (`in_steps`: what a round costs beside them is none), and what was told
+beforehand.
 
 `--row-s` lets each row of a batch sleep until its step has taken so many seconds, as on a slower device, so that two cores
 suffice for four workers; `step_s` tells what a step took then. `--table` adds an embedding of so many hashed trigrams: many

@@ -32,3 +32,21 @@ def test_a_worker_that_is_away_for_a_moment_is_waited_for_and_counts() -> None:
     assert made.sync is not None and made.workers == 2
     assert "only one worker" not in made.sync.sentence
     assert "how fast its line is at w0 is not known; how fast its line is at away is not known" in made.sync.sentence
+
+
+def test_rounds_begin_with_a_worker_that_is_away_for_a_moment() -> None:
+    """It would be a newcomer else, and get the state over its line when the others have gone on."""
+    with direct_session(1) as session:
+        assert session._cluster is not None
+        away = DirectWorker(session._cluster, "away").start()
+        session._cluster.wait_for(2, 10)
+        session.share(CELL, "net")
+        session.register_model("Net")
+        away.go_away()
+        threading.Timer(0.3, away.come_back).start()
+        run = session.start_training(
+            loader(), None, 1, criterion="CrossEntropyLoss", optimizer="SGD", optimizer_args={"lr": 0.1}, precision="fp64",
+            sync="local", sync_every=4, progress=False,
+        )  # fmt: skip
+        assert len(run.history) == 1
+        assert all(member.samples for member in session._cluster.members())
