@@ -43,7 +43,7 @@ class StateAtWorkers(StepsHeld, ABC):
             fetched state lands, and what a run's model() gives.
         master_step: the step at which the master's state was taken.
         elastic: every replica is whole, so any number of workers can go on.
-        kept: what the user's code changed in this run outside of the state, as a worker's `State` tells it.
+        kept, kept_first: what user code changed outside of the state, as `State` tells it; digests of what is here at first.
         beginning: the state with which the run begins.
         ahead: a copy of a step's state, on its way here while the job trains on; None where none was asked for.
         copy: of the state after the last step, on its way here outside of a job; None where none was asked for.
@@ -64,9 +64,8 @@ class StateAtWorkers(StepsHeld, ABC):
         """No worker holds anything."""
         super().__init__()
         self.run_id, self.master, self.elastic = run_id, master, elastic
-        self.master_step = -1
+        self.master_step, self.kept_first = -1, _kept_here(master)
         self.kept: tuple[str, ...] = ()
-        self._kept_first = _kept_here(master)
         self._name_of_beginning = f"the state that {run_id} began with"
         self.beginning = Beginning(self._name_of_beginning, master)
         self.copy: StateCopy | None = None
@@ -86,11 +85,6 @@ class StateAtWorkers(StepsHeld, ABC):
     def nth(self, step: int) -> str:
         """Return a step of this number, from 0, in words."""
         return f"{self.unit} {step + 1}"
-
-    @property
-    def changed_in_python(self) -> tuple[str, ...]:
-        """What the user's code changed in this run outside of the state, at the workers and in the optimizer that is here."""
-        return tuple(dict.fromkeys((*self.kept, *changed_since(self._kept_first, _kept_here(self.master)))))
 
     @abstractmethod
     def abort(self, job: Job, ranks: Collection[int], reason: str, last: int | None = None) -> None:
@@ -443,6 +437,11 @@ def pump_while_coming(job: Job, ranks: Collection[int], until: Callable[[], bool
             return False
         seen = now
     return True
+
+
+def changed_in_python(replicas: StateAtWorkers) -> tuple[str, ...]:
+    """What the user's code changed in a run outside of the state, at the workers and in the optimizer that is here."""
+    return tuple(dict.fromkeys((*replicas.kept, *changed_since(replicas.kept_first, _kept_here(replicas.master)))))
 
 
 def _kept_here(master: Replica) -> dict[str, bytes]:

@@ -25,6 +25,7 @@ from guava_nb.spec.own_code import is_own
 from guava_nb.sync.group_replica_set import GroupReplicaSet
 from guava_nb.sync.own_state import OwnParts
 from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.sync.state_at_workers import changed_in_python
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
 from guava_nb.training.plan import Logged, Position, TrainingPlan
@@ -220,7 +221,7 @@ def begun_anew(replica_set: ReplicaSet, last: ReplicaSet, strict: bool) -> str:
     Raises:
         ConfigError: the run is strict, and something that the last run changed begins anew.
     """
-    return "" if unlike(replica_set, last) else _lost(replica_set, last.changed_in_python, "the last run", strict)
+    return "" if unlike(replica_set, last) else _lost(replica_set, changed_in_python(last), "the last run", strict)
 
 
 def _lost(replica_set: ReplicaSet, kept: Sequence[str], run: str, strict: bool) -> str:

@@ -7,6 +7,7 @@ whatever each still has.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -111,7 +112,7 @@ class ScheduleCache:
         shapes = Shapes(sizes, self._wire)
         with showing_dependence(self._model, self._wire), unchanged(self._model, self._device):
             self.forward_only.run(
-                [parts[number] for number in numbers] if parts else [],
+                [copy.deepcopy(parts[number]) for number in numbers] if parts else [],  # a forward may write into them
                 len(numbers),
                 lambda number, outputs: None,
                 lambda stage, number, arrived, left: shapes.note(stage, numbers[number], arrived, left),

@@ -17,6 +17,7 @@ from guava_nb.config.units import show_bytes
 from guava_nb.data.sizes import size_of
 from guava_nb.errors import CheckpointError
 from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.sync.state_at_workers import changed_in_python
 from guava_nb.training import checkpoint
 from guava_nb.training.plan import Position, TrainingPlan
 
@@ -84,7 +85,7 @@ class RunFiles:
     def extras(self) -> checkpoint.Extras:
         """What a checkpoint of now has beside state and place."""
         own = self._replica_set.own_of(self._replica_set.master_step)
-        return checkpoint.Extras(self._base, self._log_mark, self._replica_set.changed_in_python, own)
+        return checkpoint.Extras(self._base, self._log_mark, changed_in_python(self._replica_set), own)
 
     def save(self, path: Path) -> None:
         """Write the state that the master holds to this file, before it returns.

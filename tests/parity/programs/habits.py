@@ -34,7 +34,7 @@ class Centring(nn.Module):
         self.body = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
 
     def forward(self, x):
-        x.sub_(x.mean(1, keepdim=True)).div_(x.std(1, keepdim=True) + 1e-6)
+        x.sub_(x.mean(1, keepdim=True) / 2).mul_(1.5)  # done twice it would give other numbers
         return self.body(x)
 
 
