@@ -38,6 +38,18 @@ class Centring(nn.Module):
         return self.body(x)
 
 
+class Uneven(nn.Module):
+    """Complex numbers, in lengths that neither two workers nor three share evenly."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 7, dtype=torch.cdouble))
+        self.bias = nn.Parameter(torch.zeros(7, dtype=torch.cdouble))
+
+    def forward(self, x):
+        return (x.to(self.weight.dtype) @ self.weight + self.bias).abs()
+
+
 class Codebook(nn.Module):
     """A quantiser whose forward reads the codes beside calling them."""
 
@@ -142,6 +154,9 @@ NO_PARAMETER = dict.fromkeys(("zero 1", "zero 3", "tensor", "pipeline"), "keeps 
 PROGRAMS = [
     Program(name="modules called code, graph and meta", model=Named, data=classified, criterion=CE),
     Program(name="a forward that writes into its inputs", model=Centring, data=classified, criterion=CE),
+    Program(name="complex numbers in uneven parts", model=Uneven, data=classified, criterion=CE,
+            optimizer="Adam", optimizer_args={"lr": 0.01},
+            modes=("data", "site", "zero 1", "zero 3"), refused={"zero 3": "takes complex numbers for pairs of real ones"}),
     Program(name="codes that are read and called", model=Codebook, data=classified, criterion=quantised,
             refused={"tensor": "is read outside its layer"}),
     Program(name="blocks of torch.jit", model=Traced, data=classified, criterion=CE),
