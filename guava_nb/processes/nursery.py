@@ -55,7 +55,8 @@ class ForkedProcess:
         self._status, its_status = os.pipe()
         self.stdin = open(our_input, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the process runs
         self.stdout = open(our_output, encoding="utf-8", errors="replace")  # noqa: SIM115
-        weakref.finalize(self, os.close, self._status).atexit = False
+        self._close_status = weakref.finalize(self, os.close, self._status)
+        self._close_status.atexit = False
         self._told, self._is_over = b"", False
         self._lock = threading.Lock()
         try:
@@ -90,6 +91,8 @@ class ForkedProcess:
         status = self._exit_status(None)
         with self._lock:
             nursery, self._nursery = self._nursery, None
+            self._is_over = True
+            self._close_status()  # now, since a session keeps the handles of all processes that it ever started
         if nursery is not None:
             nursery.leave()
         return -signal.SIGKILL if status is None else status

@@ -73,6 +73,9 @@ def test_each_has_its_own_pipes_session_and_random_numbers_and_tells_its_exit_st
     second.kill()
     assert ended(second) == second.poll() == -signal.SIGKILL
     second.kill()  # of what has ended
+    for process in (first, second):  # a session keeps the handles of all that it ever started
+        with pytest.raises(OSError):
+            os.fstat(process._status)
     assert nursery._process.poll() is not None  # with the last of its processes
 
 
