@@ -289,7 +289,7 @@ def test_errors_of_data_and_options_reach_the_caller(cluster: Cluster) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("psutil.virtual_memory", lambda: type("M", (), {"available": 1000}))
         with pytest.raises(
-            ConfigError, match=r"take 101 rows x \(.*probabilities 4 x 4.* MB are free in memory.*path="
+            ConfigError, match=r"take 101 rows x \(.*probabilities 4 x 4.*1.0 kB are free in memory.*path="
         ):
             predict(cluster, replica_set, DataLoader(dataset(), 8), wanted_of(1, None, True, False))
     assert predict(cluster, replica_set, [x], Wanted())["total_samples"] == 6

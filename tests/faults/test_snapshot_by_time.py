@@ -49,8 +49,8 @@ class Vanishes:
 def lost(told: list[str]) -> tuple[int, int]:
     """How many steps were done again, and after which the run went on."""
     found = re.search(
-        r"(\d+) steps?, \d+ s of work, are lost with the workers that had them and are done again: the run goes on from the "
-        r"state after step (\d+)", " ".join(told),
+        r"(\d+) steps?, (?:\d+ s|less than 1 s) of work, are lost with the workers that had them and are done again: "
+        r"the run goes on from the state after step (\d+)", " ".join(told),
     )  # fmt: skip
     assert found is not None, told
     return int(found[1]), int(found[2])

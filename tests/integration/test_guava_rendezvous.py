@@ -11,7 +11,8 @@ from tests.support.hub_ranks import Hub
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
-import sys
+import faulthandler, sys
+faulthandler.dump_traceback_later(60, exit=True)  # where it waits, should it wait
 import torch, torch.distributed as dist
 import guava_nb.backend
 code, rank = sys.argv[1], int(sys.argv[2])
