@@ -31,7 +31,8 @@ settings.load_profile("luck" if os.environ.get("GUAVA_TEST_LUCK") else "guava")
 
 #: What even a machine that was made for these tests may lack.
 _MAY_LACK = re.compile(
-    r"CUDA|GPU|Windows|polars|pyarrow|no ::1 here|not permitted here|openmpi-bin|Slurm|slurm", re.IGNORECASE
+    r"CUDA|GPU|Windows|polars|pyarrow|transformers|peft|wandb|mlflow|no ::1 here|not permitted here|openmpi-bin|Slurm|slurm",
+    re.IGNORECASE,
 )
 
 
