@@ -18,9 +18,9 @@ from guava_nb.sync.star_exchange import StarExchange
 from guava_nb.sync.state_at_workers import StateLate
 from guava_nb.sync.state_copy import COMING_BYTES
 
-__all__ = ["WholeReplicaSet"]
+__all__ = ["BACK_S", "WholeReplicaSet"]
 
-#: Seconds in which one is waited for whose connection broke while it got the state: a redial, its longest pause included.
+#: Seconds in which a worker is waited for whose connection broke: a redial, its longest pause included.
 BACK_S = 5.0
 #: A worker writes its own part in this time; the steps wait for it.
 _OWN_S = 60.0

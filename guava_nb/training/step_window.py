@@ -18,6 +18,7 @@ from guava_nb.errors import GuavaError
 from guava_nb.sync.batch_feeder import BatchFeeder
 from guava_nb.sync.exchange import StepExchange
 from guava_nb.sync.send_credit import SendCredit
+from guava_nb.sync.whole_replica_set import BACK_S
 from guava_nb.telemetry.waits import Feeding
 from guava_nb.training.membership import Membership
 from guava_nb.training.plan import TrainingPlan
@@ -25,9 +26,6 @@ from guava_nb.training.plan import TrainingPlan
 __all__ = ["StepWindow"]
 
 log = logging.getLogger(__name__)
-
-#: A round waits so long at least for a member whose connection broke: a redial, its longest pause included.
-BACK_S = 5.0
 
 #: Loader batches held ready before they are sent, at most; bytes bound them too.
 _LOADED_BATCHES = 32

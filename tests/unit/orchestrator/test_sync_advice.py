@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
+from guava_nb.orchestrator import Orchestrator
 from tests.support.direct import DirectWorker
 from tests.support.session import direct_session
 from tests.support.training import loader
@@ -17,7 +20,9 @@ class Net(nn.Linear):
 """
 
 
-def test_a_worker_that_is_away_for_a_moment_is_waited_for_and_counts() -> None:
+@contextlib.contextmanager
+def one_away_for_a_moment() -> Iterator[Orchestrator]:
+    """A session with a model and two workers, one of which is away and comes back after a third of a second."""
     with direct_session(1) as session:
         assert session._cluster is not None
         away = DirectWorker(session._cluster, "away").start()
@@ -26,6 +31,11 @@ def test_a_worker_that_is_away_for_a_moment_is_waited_for_and_counts() -> None:
         session.register_model("Net")
         away.go_away()
         threading.Timer(0.3, away.come_back).start()
+        yield session
+
+
+def test_a_worker_that_is_away_for_a_moment_is_waited_for_and_counts() -> None:
+    with one_away_for_a_moment() as session:
         made = session.forecast(
             loader(), None, 1, criterion="CrossEntropyLoss", optimizer="SGD", precision="fp64", sync="auto"
         )
@@ -36,17 +46,11 @@ def test_a_worker_that_is_away_for_a_moment_is_waited_for_and_counts() -> None:
 
 def test_rounds_begin_with_a_worker_that_is_away_for_a_moment() -> None:
     """It would be a newcomer else, and get the state over its line when the others have gone on."""
-    with direct_session(1) as session:
-        assert session._cluster is not None
-        away = DirectWorker(session._cluster, "away").start()
-        session._cluster.wait_for(2, 10)
-        session.share(CELL, "net")
-        session.register_model("Net")
-        away.go_away()
-        threading.Timer(0.3, away.come_back).start()
+    with one_away_for_a_moment() as session:
         run = session.start_training(
             loader(), None, 1, criterion="CrossEntropyLoss", optimizer="SGD", optimizer_args={"lr": 0.1}, precision="fp64",
             sync="local", sync_every=4, progress=False,
         )  # fmt: skip
         assert len(run.history) == 1
+        assert session._cluster is not None
         assert all(member.samples for member in session._cluster.members())
