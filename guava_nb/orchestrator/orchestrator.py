@@ -6,6 +6,7 @@ Thin: its collaborators and `guava_nb` do the work. No display code except one t
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import threading
 import warnings
 import weakref
@@ -67,6 +68,15 @@ def _sentences_on(config: DistributedConfig) -> Iterator[str]:
         yield told
 
 
+def _check_place(overrides: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument that belongs to a run or to a mode, with the call that takes it."""
+    fields = {field.name for field in dataclasses.fields(DistributedConfig)}
+    for name in overrides:
+        for method in (Orchestrator.set_mode, Orchestrator.start_training):
+            if name not in fields and name in inspect.signature(method).parameters:
+                raise ConfigError(f"{name!r} is no setting of a session; give it to {method.__name__}({name}=...)")
+
+
 class Orchestrator(RunCheck, Generating, SessionHost):
     """One training session on the side that has the data. A context manager.
 
@@ -83,6 +93,7 @@ class Orchestrator(RunCheck, Generating, SessionHost):
 
     def __init__(self, config: DistributedConfig | None = None, **overrides: Any) -> None:
         """Check the settings; nothing is started before `open`."""
+        _check_place(overrides)
         super().__init__(config, **overrides)
         self._given, self._set_by_mode = self.config, set[str]()  # what a mode falls back to; what one set
         for sentence in _sentences_on(self.config):
