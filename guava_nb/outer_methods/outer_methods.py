@@ -88,18 +88,19 @@ class OuterMethod:
         return moved.to(weights.dtype), buffer
 
 
-def sparse_format(density: float = 1 / 64, bits: int = 2, of_senders: bool = False) -> TopK:
-    """Return the format of sparse pseudo-gradients: of each 4,096 elements that part of them, at least one, at so many bits.
+def sparse_format(density: float = 1 / 64, bits: int = 2, of_senders: bool = False, chunk: int = _CHUNK) -> TopK:
+    """Return the format of sparse pseudo-gradients: of each chunk that part of the elements, at least one, at so many bits.
 
     Args:
         density: part of the elements that is sent.
-        bits: of each value: 2, 4, 8 or 32.
+        bits: of each value: 1, 2, 4, 8 or 32.
         of_senders: as of `TopK`.
+        chunk: elements that are compared with each other.
 
     Raises:
         ConfigError: the numbers make no format.
     """
-    return TopK(max(1, round(density * _CHUNK)), _CHUNK, bits, of_senders)
+    return TopK(max(1, round(density * chunk)), chunk, bits, of_senders)
 
 
 #: `average`: local SGD, the mean of the members' weights. `nesterov`: DiLoCo (arXiv:2311.08105). `sparse`: SparseLoCo

@@ -1,9 +1,9 @@
-"""The largest elements of each chunk: where they are, and their values at 32, 8, 4 or 2 bits; all others count as zero.
+"""The largest elements of each chunk: where they are, and their values at 32, 8, 4, 2 or 1 bits; all others count as zero.
 
 The sparse updates of SparseLoCo (arXiv:2508.15706) are such messages.
 
 Shapes: a section is R chunks of L elements each, [R, L], of which k are sent: places and values are [R, k]. A message has for
-each section R pairs of levels (bfloat16; none at 32 bits), then the places, then the values.
+each section R pairs of levels (bfloat16; at 1 bit one of each chunk, at 32 bits none), then the places, then the values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TopK(WireFormat):
 
     The last chunk may be shorter and sends its share of `count`, at least one. With fewer than 32 bits a value is its sign and
     one of 2**(bits - 1) magnitudes, evenly spaced between two levels of its chunk: the smallest and the largest sent; at 2 bits
-    the means of the smaller and of the larger ones.
+    the means of the smaller and of the larger ones. At 1 bit it is its sign and the mean magnitude of those sent.
     """
 
     def __init__(self, count: int = 64, chunk: int = 4096, bits: int = 2, of_senders: bool = False) -> None:
@@ -47,19 +47,19 @@ class TopK(WireFormat):
         Args:
             count: elements of each chunk that are sent.
             chunk: elements that are compared with each other.
-            bits: of each value: 2, 4, 8 or 32.
+            bits: of each value: 1, 2, 4, 8 or 32.
             of_senders: several messages come to the mean, element by element, of those that have it, not to their sum; only
                 a receiver of all of them can tell.
 
         Raises:
             ConfigError: the numbers make no format.
         """
-        if not 1 <= count <= chunk or bits not in (2, 4, 8, 32):
+        if not 1 <= count <= chunk or bits not in (1, 2, 4, 8, 32):
             raise ConfigError(
-                f"top-k of {count} of {chunk} elements at {bits} bits: give 1 to {chunk} elements, and 2, 4, 8 or 32 bits"
+                f"top-k of {count} of {chunk} elements at {bits} bits: give 1 to {chunk} elements, and 1, 2, 4, 8 or 32 bits"
             )
         self.count, self.chunk, self.bits, self.of_senders = count, chunk, bits, of_senders
-        self._most = (1 << bits - 1) - 1
+        self._most, self._num_levels = (1 << bits - 1) - 1, {1: 1, 32: 0}.get(bits, 2)
         self.name, self.is_exact = f"top {count} of {chunk} at {bits} bits", count == chunk and bits == 32
 
     def encoded_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
@@ -75,9 +75,9 @@ class TopK(WireFormat):
             yield 1, rest, -(-self.count * rest // self.chunk)
 
     def _sizes(self, rows: int, length: int, count: int, dtype: torch.dtype) -> tuple[int, int, int]:
-        values, levels = rows * count, 4 * rows
+        values, levels = rows * count, 2 * rows * self._num_levels
         if self.bits == 32:
-            return 0, index_bytes(rows, length, count), values * accumulation_dtype(dtype).itemsize
+            return levels, index_bytes(rows, length, count), values * accumulation_dtype(dtype).itemsize
         return levels, index_bytes(rows, length, count), packed_bytes(values, self.bits)
 
     # ---------------------------------------------------------------------------------------------------------- encode
@@ -95,7 +95,7 @@ class TopK(WireFormat):
         return parts
 
     def _quantised(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return levels, `[R, 2]` of bfloat16, and the packed codes, uint8, of chosen values `[R, k]`."""
+        """Return levels, `[R, levels]` of bfloat16, and the packed codes, uint8, of chosen values `[R, k]`."""
         is_finite = chosen.isfinite().all(1, keepdim=True)
         sizes = torch.where(is_finite, chosen.abs(), 0.0)
         levels = torch.stack(self._levels(sizes), 1)
@@ -107,12 +107,14 @@ class TopK(WireFormat):
         steps = torch.where(step > 0, (sizes - low) / step, 0.0).round_().clamp_(0, self._most)
         return levels, packed(steps.to(torch.uint8) | (chosen < 0).to(torch.uint8) << self.bits - 1, self.bits)
 
-    def _levels(self, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the lower and the upper level of each chunk, both `[R]`, of magnitudes `[R, k]`."""
+    def _levels(self, sizes: Tensor) -> tuple[Tensor, ...]:
+        """Return the lower and the upper level of each chunk, or the only one, each `[R]`, of magnitudes `[R, k]`."""
         largest = sizes.amax(1)
         if self.bits > 2:
             return sizes.amin(1), largest
         units = torch.where(sizes > 0, sizes / largest.unsqueeze(1) * _UNIT, 0.0).round_().long()
+        if self.bits == 1:
+            return (units.sum(1) // units.shape[1] / _UNIT * largest,)
         # Zeros stay zeros: where some are sent, they are the smaller ones, and all others the larger.
         border = torch.where(units.amin(1, keepdim=True) > 0, units.sum(1, keepdim=True), 0)
         is_large = units * units.shape[1] > border
@@ -122,9 +124,10 @@ class TopK(WireFormat):
         return low / _UNIT * largest, high / _UNIT * largest
 
     def _scale(self, levels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the lower level and the step between magnitudes, each `[R, 1]` of float32, of levels `[R, 2]`."""
-        low, high = levels.to(torch.float32).unsqueeze(2).unbind(1)
-        return low, (high - low) / self._most
+        """Return the lower level and the step between magnitudes, each `[R, 1]` of float32, of levels `[R, levels]`."""
+        each = levels.to(torch.float32).unsqueeze(2)
+        low, high = each[:, 0], each[:, -1]
+        return low, (high - low) / max(1, self._most)
 
     # ---------------------------------------------------------------------------------------------------------- decode
 
@@ -188,7 +191,7 @@ class TopK(WireFormat):
         """Return the values of a section, `[R, k]` of float32, from its bytes.
 
         Args:
-            raw_levels: `[4 R]` of uint8.
+            raw_levels: `[2 R * levels]` of uint8.
             raw_codes: `[packed_bytes(R k, bits)]` of uint8.
             rows: R.
             count: k.
@@ -196,8 +199,8 @@ class TopK(WireFormat):
         Raises:
             RemoteProtocolError: the levels are none that `encode` writes.
         """
-        levels = checked_scales(raw_levels, _LARGEST).view(rows, 2)
-        if not bool(((levels[:, 0] <= levels[:, 1]) | levels.isnan().all(1)).all()):
+        levels = checked_scales(raw_levels, _LARGEST).view(rows, self._num_levels)
+        if not bool(((levels[:, 0] <= levels[:, -1]) | levels.isnan().all(1)).all()):
             raise RemoteProtocolError("the levels of a chunk do not ascend, or one alone is NaN")
         low, step = self._scale(levels)
         codes = unpacked(raw_codes, rows * count, self.bits).view(rows, count)

@@ -18,8 +18,9 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -67,8 +68,11 @@ class Case:
 
     def _phase(self, index: int, steps: int) -> tuple[int, int]:
         """Return the first step of the phase of a step, and the steps of its rounds."""
-        begun = [(math.ceil(part * steps), every) for part, every in self.phases or ((0.0, self.every),)]
-        return next(phase for phase in reversed(begun) if phase[0] <= index)
+        return next(phase for phase in reversed(self.begun(steps)) if phase[0] <= index)
+
+    def begun(self, steps: int) -> list[tuple[int, int]]:
+        """Return of each phase its first step, and the steps of its rounds."""
+        return [(math.ceil(part * steps), every) for part, every in self.phases or ((0.0, self.every),)]
 
     def message(self) -> WireFormat:
         """Return the format of what a member sends."""
@@ -133,6 +137,12 @@ def _read(feedback: ErrorFeedback, number: int, flat: Tensor) -> Tensor:
     return feedback.wire_format.decode(feedback.encode(number, flat), flat.numel(), flat.dtype, flat.device)
 
 
+@cache
+def compiled(task: Task) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the losses of a task, compiled once for each number of models."""
+    return torch.compile(task.losses, dynamic=False)
+
+
 class Runs:
     """All cases and seeds side by side: weights and Adam's moments `[cases, seeds, members, numel]`."""
 
@@ -144,7 +154,7 @@ class Runs:
         firsts = torch.stack([task.initial(seed) for seed in range(seeds)]).to(device)
         self.numel = firsts.shape[1]
         # Fused, a step takes 0.4 of its time on a GPU.
-        self.losses = torch.compile(task.losses, dynamic=False) if device.type == "cuda" else task.losses
+        self.losses = compiled(task) if device.type == "cuda" else task.losses
         self.start = firsts.expand(len(cases), -1, -1).clone()  # of the open rounds
         self.weights = self.start.unsqueeze(2).repeat(1, 1, members, 1)
         self.first, self.second = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
@@ -194,7 +204,8 @@ class Runs:
         So one message of all has the same bits as the messages of each side by side.
         """
         feedback = self.feedback[number]
-        padded = functional.pad(each, (0, -self.numel % _CHUNK))
+        wire = feedback.wire_format.inner
+        padded = functional.pad(each, (0, -self.numel % (wire.chunk if isinstance(wire, TopK) else _CHUNK)))
         if feedback.wire_format.is_exact:
             return padded
         decoded = _read(feedback, number, padded.reshape(-1))
@@ -240,10 +251,12 @@ class Runs:
         return (total / EVALUATED).view(len(self.cases), self.seeds)
 
 
-def train(task: Task, cases: Sequence[Case], seeds: int, members: int, steps: int, device: torch.device) -> Runs:
+def train(
+    task: Task, cases: Sequence[Case], seeds: int, members: int, steps: int, device: torch.device, kind: type[Runs] = Runs,
+) -> Runs:  # fmt: skip
     """Train all cases at once and return them as they ended."""
     task.load(device)
-    runs = Runs(task, cases, seeds, members, steps, device)
+    runs = kind(task, cases, seeds, members, steps, device)
     generators = [torch.Generator(device=device).manual_seed(1000 + seed) for seed in range(seeds)]
     for index in range(steps):
         runs.step(index, task.draw(generators, members))
@@ -260,10 +273,10 @@ def steps_in(limit_s: float, task: Task, cases: Sequence[Case], seeds: int, memb
     return max(60, int(_MARGIN * left_s / step_s) // 60 * 60)
 
 
-def report(name: str, runs: Runs) -> None:
-    """Print one line for each case."""
+def report(name: str, runs: Runs, plain: Tensor | None = None) -> Tensor:
+    """Print one line for each case, and return the losses, `[cases, seeds]`; `plain`: those of step sync, `[seeds]` or more."""
     ended = runs.validated()
-    plain = next((n for n, one in enumerate(runs.cases) if one.name == "step"), None)
+    plain = next((ended[n] for n, one in enumerate(runs.cases) if one.name == "step"), plain)
     for number, case in enumerate(runs.cases):
         share = runs.exchanged[number] / (8 * runs.numel * runs.steps)
         row = {
@@ -279,12 +292,13 @@ def report(name: str, runs: Runs) -> None:
             "losses": [round(float(one), 4) for one in ended[number]],
         }
         if plain is not None:
-            above = (ended[number] / ended[plain] - 1) * 100
+            above = (ended[number] / plain[: runs.seeds] - 1) * 100
             row |= {
                 "above_step_percent": round(float(above.mean()), 2),
                 "each": [round(float(one), 2) for one in above],
             }
         print(json.dumps(row), flush=True)
+    return ended
 
 
 def known_cases() -> Iterator[Case]:
@@ -296,7 +310,10 @@ def known_cases() -> Iterator[Case]:
     yield Case("average-30", outer("average"), 30)
     for every in (5, 15, 30, 60):
         yield Case(f"average-{every}+int4", outer("average"), every, WIRE_FORMATS["int4"])
-    yield Case("average-5-15-30-60", outer("average"), phases=((0.0, 5), (0.25, 15), (0.5, 30), (0.75, 60)))
+    growing = ((0.0, 5), (0.25, 15), (0.5, 30), (0.75, 60))
+    yield Case("average-5-15-30-60", outer("average"), phases=growing)
+    yield Case("average-5-15-30-60+int4", outer("average"), wire=WIRE_FORMATS["int4"], phases=growing)
+    yield Case("partial-5-15-30-60 1/64", outer("partial"), phases=growing)
     for name, method in (("average-30", "average"), ("nesterov-30", "nesterov"), ("partial-15 1/64", "partial")):
         every = 15 if method == "partial" else 30
         yield Case(f"{name} after a tenth by step sync", outer(method), phases=((0.0, 0), (0.1, every)))
