@@ -98,10 +98,12 @@ def rate(step: int, steps: int) -> float:
     return PEAK_RATE * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-def outer(name: str, learning_rate: float | None = None, density: float = 1 / 64, bits: int = 2) -> OuterMethod:
+def outer(
+    name: str, learning_rate: float | None = None, density: float = 1 / 64, bits: int = 2, chunk: int = 4096
+) -> OuterMethod:
     """Return an outer method, with another learning rate, or of a sparse one with other messages."""
     known = OUTER_METHODS[name]
-    wire = sparse_format(density, bits) if isinstance(known.wire_format, TopK) else known.wire_format
+    wire = sparse_format(density, bits, chunk=chunk) if isinstance(known.wire_format, TopK) else known.wire_format
     return replace(known, learning_rate=learning_rate or known.learning_rate, wire_format=wire)
 
 
@@ -328,6 +330,9 @@ def known_cases() -> Iterator[Case]:
         (30, 64), (30, 128), (60, 64), (60, 128),
     ):  # fmt: skip
         yield Case(f"partial-{every} 1/{part}", outer("partial", density=1 / part), every)
+    for every, part, outer_rate in ((15, 160, 1.4), (30, 72, 1.4), (60, 32, 1.7)):
+        signs = outer("partial", outer_rate, 1 / part, bits=1, chunk=65_536)
+        yield Case(f"partial-{every} 1/{part} 1 bit x{outer_rate}", signs, every)
 
 
 def main() -> None:
