@@ -85,7 +85,10 @@ def init_group(
     if dist.is_initialized():
         raise ConfigError("this process has a default process group already: call end_group() before the next one")
     if len(members) != world_size or not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} of {world_size} with {len(members)} names is no group")
+        raise ConfigError(
+            f"a group of {world_size} needs a rank from 0 to {world_size - 1} and {world_size} names; given "
+            f"were rank {rank} and {len(members)} names"
+        )
     store = store_for(endpoint, f"{name}/")
     store.set_timeout(timedelta(seconds=timeout_s))
     _set_current(World(endpoint, name, tuple(members), stores=[store]))

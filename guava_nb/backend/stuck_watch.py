@@ -19,7 +19,7 @@ __all__ = ["StuckWatch", "is_in_group"]
 
 #: Seconds from the end of the connections, and between two looks; a loop that comes out does so at once.
 LIMIT_S = 10.0
-REASON = "it stayed blocked in a process group that had been given up, and nothing frees it there"
+REASON = "it stayed blocked in a process group that had been given up, and only its end frees it"
 
 _GROUPS = (Path(torch.distributed.__file__).parent, Path(__file__).parents[1] / "parallel" / "replicas")
 

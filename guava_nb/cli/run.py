@@ -163,7 +163,8 @@ def _refuse_unlike(task: TaskPlace, environ: MutableMapping[str, str]) -> None:
     ):  # fmt: skip
         if given != told:
             raise ConfigError(
-                f"{option} {given} stands on the line, and {found.by} says {told}: leave it out, or give a join code (--join)"
+                f"{option} is {given} on the line, and {found.by} says {told}: leave {option} out, "
+                "or give a join code (--join)"
             )
 
 

@@ -331,7 +331,7 @@ class LoaderFeed:
             CheckpointError: it is not what `walks` gives.
         """
         if type(walks.get("epochs")) is not int:
-            raise CheckpointError("the validation loader's place in a saved position cannot be read")
+            raise CheckpointError("the saved place of the validation loader is no number of epochs")
         here = RandomState.take({}).to_plain()
         RandomState.from_plain({**here, "generators": walks.get("generators")}).put(self._source.streams())
         self._epoch = walks["epochs"] - 1
@@ -354,8 +354,8 @@ class LoaderFeed:
         """
         if position.get("version") != _POSITION_VERSION:
             raise CheckpointError(
-                f"a loader position of version {position.get('version')!r} cannot be read, only {_POSITION_VERSION}: "
-                "the checkpoint is from another version of guava_nb"
+                f"another version of guava_nb saved the place in the data: it is of version {position.get('version')!r}, and "
+                f"this one reads version {_POSITION_VERSION}"
             )
         for state in (position["start"], position["now"]):
             if state is not None:

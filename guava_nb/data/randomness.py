@@ -91,7 +91,7 @@ class RandomState:
                 {n: json.loads(one) if isinstance(one, str) else one for n, one in plain["generators"].items()},
             )
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the random state in a saved position cannot be read ({error!r})") from error
+            raise CheckpointError(f"the saved random state is damaged: {error!r}") from error
 
     def is_same(self, other: RandomState, leaves_out: tuple[str, ...] = ()) -> bool:
         """Whether no number was drawn between the two; streams whose name begins so do not count."""

@@ -147,7 +147,9 @@ def _failed(name: str, problem: GuavaError, code: JoinCode) -> Check:
     detail = " ".join(str(problem).split())
     if name == "line":
         again = (
-            "try again in a minute" if isinstance(problem, JoinRefused) else "the connection does not last: try again"
+            "try again in a minute"
+            if isinstance(problem, JoinRefused)
+            else "the connection broke while it was measured: run this again, and if it breaks each time, try another network"
         )
         return Check("line", "warning", f"not measured: {detail}", again)
     return Check(name, "fail", detail, _fix(name, problem, code))

@@ -148,8 +148,8 @@ def notes_of(
     told = {
         "The run did not begin from its seed: give the weights from which it began with --weights, or a checkpoint with "
         "--resume.": not facts.is_from_seed or spec.pretrained,
-        "The run drew its order from a generator in the middle of its stream: this program shuffles "
-        "otherwise.": data.is_other_order,
+        "The run shuffled with a generator that had given out numbers before: this program begins it anew, so its samples come "
+        "in another order.": data.is_other_order,
         f"{facts.loader.collate} is called with each process's part of a batch: where it mixes samples, the batches are others "
         "than in the run.": data.collates_parts,
         "Hooks on a parameter's gradient get that of each process, and in the run that of the whole batch.": any(

@@ -27,6 +27,7 @@ MOST_BYTES, MOST_WAITS = 64 << 20, 4096
 MOST_KEYS = 1 << 16
 #: What a key or a wait takes beside its texts.
 _KEY_BYTES = 100
+_TOO_MUCH = f"the answer would be longer than {MOST_BYTES >> 20} MiB: ask for fewer keys at a time"
 #: What sizes are counted of: a key, or a queue, which may have the same name. True is a queue.
 _Thing = tuple[bool, str]
 
@@ -260,7 +261,7 @@ class StoreTable:
         if any(key not in self._values for key in ask.keys):
             return None
         if sum(len(self._values[key]) for key in ask.keys) > MOST_BYTES:  # one key may be asked for many times
-            return StoreReply(ask.request_id, problem=f"an answer may have {MOST_BYTES >> 20} MiB: ask for fewer keys")
+            return StoreReply(ask.request_id, problem=_TOO_MUCH)
         return StoreReply(ask.request_id, tuple(bytes(self._values[key]) for key in ask.keys))
 
     def _wait(self, ask: StoreAsk) -> StoreReply | None:
@@ -291,7 +292,7 @@ class StoreTable:
     def _list_keys(self, ask: StoreAsk) -> StoreReply:
         found = sorted(key for key in self._values if key.startswith(ask.keys[0]))
         if sum(map(len, found)) > MOST_BYTES:
-            return StoreReply(ask.request_id, problem=f"an answer may have {MOST_BYTES >> 20} MiB: ask for fewer keys")
+            return StoreReply(ask.request_id, problem=_TOO_MUCH)
         return StoreReply(ask.request_id, tuple(key.encode() for key in found))
 
     def _append(self, ask: StoreAsk) -> StoreReply:

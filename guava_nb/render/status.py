@@ -256,7 +256,7 @@ def _at_risk(run: RunStatus) -> list[tuple[str, str]]:
     if run.state not in _AT_WORK:
         return rows
     if run.at_risk_s is None or run.at_risk_killed_s is None:
-        return [*rows, ("at risk", "0 s of work: the state is not with one worker alone")]
+        return [*rows, ("at risk", "nothing: several workers, or the orchestrator, hold the newest state")]
     killed, vanished = (
         _work_lost(seconds, steps)
         for seconds, steps in ((run.at_risk_killed_s, run.at_risk_killed_steps), (run.at_risk_s, run.at_risk_steps))

@@ -27,9 +27,13 @@ from guava_nb.training.saving import archive
 from guava_nb.training.saving.durable_file import NotWritten, write_durably
 from guava_nb.training.saving.frozen_base import complete, without_base
 
-__all__ = ["Extras", "Loaded", "check_model", "differences", "made_with", "model_text", "read", "write"]
+__all__ = [
+    "ANOTHER", "Extras", "Loaded", "check_model", "differences", "made_with", "model_text", "read", "write",
+]  # fmt: skip
 
 FORMAT = "guava_nb checkpoint 1"
+#: What can be done where a checkpoint is of no use.
+ANOTHER = "Give another one (resume=PATH, --resume PATH), or train anew (fresh=True, --fresh)"
 #: More steps, batches or samples than this no run has.
 _MOST_COUNTED = 1 << 48
 
@@ -113,14 +117,16 @@ def read(path: Path) -> dict[str, Any]:
         content = archive.load(path)
     except (archive.ArchiveError, OSError) as error:
         if getattr(error, "is_foreign", False):
-            raise CheckpointError(f"{path} is not a checkpoint of guava_nb: {error}") from error
-        raise CheckpointError(f"{path} cannot be read as a checkpoint ({error}). Was it written to its end?") from error
+            raise CheckpointError(f"{path} is not a checkpoint of guava_nb: {error}. {ANOTHER}") from error
+        raise CheckpointError(f"{path} cannot be read as a checkpoint ({error}). {ANOTHER}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} is not a checkpoint of guava_nb. To start from plain weights: weights=PATH (--weights PATH)"
         )
     if damaged := _damaged(content):
-        raise CheckpointError(f"{path} is a damaged checkpoint: {damaged} is missing or is not what was written there")
+        raise CheckpointError(
+            f"{path} is a damaged checkpoint: {damaged} is missing or is not what was written there. {ANOTHER}"
+        )
     return content
 
 

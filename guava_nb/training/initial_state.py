@@ -303,20 +303,21 @@ def from_checkpoint(
         replica_set.master.load_state({key: content[key] for key in _STATES if key in content})
     except Exception as error:  # a damaged state may raise any error
         raise CheckpointError(
-            f"{path} was made with another optimizer or scheduler, or is damaged ({error}). Use the ones it was made with"
+            f"{path} was made with another optimizer or scheduler, or is damaged ({error}). Use the ones that it was made with, "
+            "or train anew (fresh=True, --fresh)"
         ) from error
     if (saved := content.get("optimizer")) is not None and (lacking := unfit(replica_set.master.optimizer, saved)):
-        raise CheckpointError(f"{path} is a damaged checkpoint: of the optimizer's state {lacking}")
+        raise CheckpointError(
+            f"{path} is a damaged checkpoint: of the optimizer's state {lacking}. {checkpoint.ANOTHER}"
+        )
     _begin_at(replica_set, plan, content)
     replica_set.note_saved(path, replica_set.step)
     if rewind:
         try:
             plan.start.rewind(plan.feed, plan.val_feed)
-        except CheckpointError:
-            raise
-        except Exception as error:
+        except Exception as error:  # a damaged place may raise any error
             raise CheckpointError(
-                f"{path} is a damaged checkpoint: its place in the data cannot be read ({error})"
+                f"{path} does not say where in the data to go on: {error}. {checkpoint.ANOTHER}"
             ) from error
     done = int(content["step"]) + 1
     if not plan.has_step_after(done):

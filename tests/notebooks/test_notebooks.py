@@ -117,6 +117,7 @@ def test_it_is_stored_with_what_it_shows_and_without_widgets_paths_or_secrets(pa
     assert notebook.metadata.kernelspec.name == "python3"
     assert path.stat().st_size <= MOST_BYTES
     assert [leak for text in shown_texts(notebook) for leak in leaks(text)] == []
+    assert [text for text in shown_texts(notebook) if "Warning: " in text] == [], "a lesson shows what is right"
     for cell in notebook.cells:
         assert not re.search(r"guava1:[A-Za-z0-9_-]{6,}", cell.source)
         if cell.cell_type == "code":

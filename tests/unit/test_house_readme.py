@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from guava_nb.config import MODES
+from guava_nb.outer_methods import outer_methods
 from guava_nb.spec.training_options import option_infos
 from guava_nb.tunnels import tunnel_names
+from guava_nb.wire_formats import error_feedback, message_sum, registry, top_k
 from tests.support.readme_tables import README, with_table
 from tests.unit.test_house_docstrings import attributes, bases
 
@@ -20,6 +23,7 @@ PAGES = sorted(
     path for folder in ("guava_nb", "notebooks", "tests") for path in (ROOT / folder).rglob("*.md")
 ) + sorted(ROOT.glob("*.md"))  # fmt: skip
 README_LINES = 250
+CALL = re.compile(r"\.(\w+)\(")
 #: About a page and a half. Longer are the wire's specification, whose tables tests compare, and a room with tables of states.
 ROOM_LINES, LONGER = 100, {"protocol"}
 
@@ -119,3 +123,30 @@ def test_members_of_our_classes_that_a_page_names_exist() -> None:
 def test_a_member_that_was_renamed_is_found() -> None:
     assert has("StarExchange", "issue") and has("Tensor", "anything")  # `issue` is its base's
     assert not has("StarExchange", "_send_mean")
+
+
+def example(page: Path) -> str:
+    """The Python that stands in a page between its sentences: lines that are indented by four blanks, outside of fences."""
+    lines = re.sub(r"^```.*?^```", "", text_of(page), flags=re.M | re.S).splitlines()
+    return "\n".join(line[4:] for line in lines if re.match(r"    \w", line))
+
+
+def test_methods_that_the_example_of_a_room_calls_exist() -> None:
+    known = set().union(*attributes().values()) | {"numel"}
+    called = {(page.parent.name, name) for page in PACKAGE.glob("*/README.md") for name in CALL.findall(example(page))}
+    assert ("wire_formats", "encode") in called and ("split", "setup_model") in called
+    assert sorted((room, name) for room, name in called if name not in known) == []
+
+
+@pytest.mark.parametrize("room", ["wire_formats", "outer_methods"])
+def test_the_example_of_a_room_of_pure_functions_runs(room: str) -> None:
+    """What it takes for given stands here: tensors of one bucket, a member's part, the first round."""
+    flat, before, after = torch.ones(300), torch.ones(8192), torch.linspace(0, 1, 8192)
+    names = {**vars(error_feedback), **vars(outer_methods), **vars(registry), **vars(message_sum), **vars(top_k)}
+    names |= {"flat": flat, "before": before, "after": after, "part": 1.0, "buffer": None}
+    exec(example(PACKAGE / room / "README.md"), names)
+    total = names["total"]
+    if room == "wire_formats":
+        assert torch.allclose(total, flat, atol=0.01)
+    else:
+        assert total.count_nonzero() == 8192 // 64 and torch.equal(names["weights"], before - total)

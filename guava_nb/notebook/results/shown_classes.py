@@ -45,8 +45,8 @@ def show_classes(loader: Any, found: Any, ui: str) -> None:
     chosen = known[:: max(1, -(-len(known) // _MOST_SAMPLES))]
     if not len(chosen):
         raise UsageError(
-            "--show compares predictions with the classes of their samples, and of no row is it known which sample it is: give a "
-            "DataLoader over a data set with indices, or leave --show out. The results themselves are complete"
+            "--show compares predictions with the classes of their samples, and this loader does not tell which sample each row "
+            "is: give a DataLoader over a data set with indices, or leave --show out. The results themselves are complete"
         )
     samples = [loader.dataset[int(found["sample_ids"][row])] for row in chosen]
     targets, predicted = [_class_of(sample) for sample in samples], [int(best[row]) for row in chosen]

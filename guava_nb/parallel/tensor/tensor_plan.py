@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,8 +17,10 @@ from guava_nb.parallel.tensor.tensor_layers import ColumnLinear, Ranges, RowLine
 from guava_nb.parallel.tensor.tensor_ops import GroupRanks, Ranks
 from guava_nb.parallel.tensor.tensor_random import SplitRandomness
 
-__all__ = ["Plan", "Region", "Split", "apply_plan", "try_plan", "split_modules"]
+__all__ = ["Plan", "Region", "Split", "apply_plan", "divided_attributes", "split_modules", "try_plan"]
 
+#: Names of the attributes, such as a number of heads, that have a rank's values, by the module that has them.
+_DIVIDED: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 _SPLIT: dict[str, type[nn.Module]] = {
     "column": nn.Linear,
@@ -129,7 +132,13 @@ def _set_attributes(module: nn.Module, attributes: Mapping[str, tuple[int, ...]]
     before = {name: getattr(module, name) for name in attributes if hasattr(module, name)}
     for name, values in attributes.items():
         setattr(module, name, values[rank])
+    _DIVIDED[module] = frozenset(attributes)
     return before
+
+
+def divided_attributes(module: nn.Module) -> frozenset[str]:
+    """Return the names of the attributes to which a plan gave a rank's values: the whole module has others there."""
+    return _DIVIDED.get(module, frozenset())
 
 
 def _region_in(

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from guava_nb.data.codec import tensor_bytes
+from guava_nb.parallel.tensor.tensor_plan import divided_attributes
 from guava_nb.random_streams import STREAMS, place_in, put_back
 from guava_nb.replica.one_step_check.namespaces import Cell, ClassAttributes, Slots, Switches, has_slots
 from guava_nb.replica.one_step_check.set_aside import CACHE, Pulled
@@ -186,7 +187,10 @@ def _digest(leaves: Mapping[str, Any]) -> bytes:
 
 
 def adopt(own: nn.Module, other: nn.Module) -> None:
-    """Take over the buffers, whole parameters and plain attributes that another module of the same structure has by now."""
+    """Take over the buffers, whole parameters and plain attributes that another module of the same structure has by now.
+
+    The other one may be a rank's part: what its plan divided (a number of heads) is not taken over.
+    """
     theirs, memo = dict(other.named_modules()), dict[int, Any]()  # what several modules share stays one thing
     with torch.no_grad():
         for name, module in own.named_modules():
@@ -200,8 +204,9 @@ def adopt(own: nn.Module, other: nn.Module) -> None:
                         value.copy_(new)
                     if isinstance(value, nn.Parameter) and isinstance(new, nn.Parameter):
                         value.requires_grad_(new.requires_grad)
+            passed_over = _TORCHS | divided_attributes(found)
             for key, value in vars(found).items():
-                if key not in _TORCHS and (key in vars(module) or isinstance(value, _PLAIN)) and _is_small(value):
+                if key not in passed_over and (key in vars(module) or isinstance(value, _PLAIN)) and _is_small(value):
                     with contextlib.suppress(Exception):  # what cannot be copied stays as it was built
                         vars(module)[key] = _copied(value, memo)
 

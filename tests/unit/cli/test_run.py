@@ -117,8 +117,8 @@ def test_an_mpi_needs_neither_code_nor_numbers() -> None:
         ([], {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "completionMode: Indexed"),
         ([], {"JOB_COMPLETION_INDEX": "2"}, "--world-size is missing"),
         ([], {**MPI, "RANK": "0", "WORLD_SIZE": "1"}, "Open MPI says that this is rank 3 of 4: unset RANK"),
-        (["--rank", "0"], MPI, "--rank 0 stands on the line, and Open MPI says 3"),
-        (["--world-size", "2", "--rank", "1"], MPI, "--rank 1 stands on the line"),
+        (["--rank", "0"], MPI, "--rank is 0 on the line, and Open MPI says 3: leave --rank out"),
+        (["--world-size", "2", "--rank", "1"], MPI, "--rank is 1 on the line"),
     ],
 )
 def test_what_says_half_of_a_place_or_two(line: list[str], environ: dict[str, str], sentence: str) -> None:

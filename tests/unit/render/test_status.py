@@ -112,7 +112,7 @@ def test_what_would_be_lost_now_is_always_told_for_a_kill_and_for_a_lost_disk() 
     young = replace(alone, at_risk_steps=23, at_risk_s=0.3, at_risk_killed_steps=0, at_risk_killed_s=0.0)
     told = "nothing if the process that has the state were killed now, less than 1 s of work (23 steps) if its disk"
     assert told in to_text(run_view(young))
-    assert "0 s of work" in to_text(run_view(RUN))
+    assert "nothing: several workers, or the orchestrator, hold the newest state" in to_text(run_view(RUN))
     assert "at risk" not in to_text(run_view(replace(alone, state="done")))
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from guava_nb.parallel.tensor.plan_search import make_plan
+from guava_nb.parallel.tensor.tensor_plan import split_modules
 from guava_nb.replica.one_step_check.python_state import (
     ModuleGlobals,
     PythonState,
@@ -17,6 +19,7 @@ from guava_nb.replica.one_step_check.python_state import (
     is_alike,
     is_apart,
 )
+from tests.support.spread import Attention, FusedAttention
 
 calls = 0
 seen = {"batches": 0, "names": ["a"]}
@@ -256,3 +259,22 @@ def test_counters_in_classes_defaults_and_functions_around_are_put_back():
     )
     assert step(None, None) == 1 and step(None, None) == 2 and next(numbers) == 5
     state.restore()
+
+
+class FirstOfTwo:
+    """One of two ranks, which never sends."""
+
+    rank, size = 0, 2
+
+
+@pytest.mark.parametrize(("make", "count"), [(Attention, "n_heads"), (FusedAttention, "n_head")])
+def test_a_whole_model_takes_over_what_a_rank_counted_and_not_the_heads_that_it_has(make, count):
+    """With half of the heads the whole model computes other numbers: a run in tensor mode was warned of that."""
+    whole, part = nn.ModuleDict({"a": make()}), nn.ModuleDict({"a": make()})
+    x = torch.randn(2, 5, whole["a"].get_submodule("o_proj" if make is Attention else "c_proj").out_features)
+    before = whole["a"](x)
+    split_modules(part, make_plan(part, {}, 2), FirstOfTwo())
+    part["a"].calls = 3
+    adopt(whole, part)
+    assert (getattr(part["a"], count), getattr(whole["a"], count), whole["a"].calls) == (2, 4, 3)
+    assert torch.equal(whole["a"](x), before)
