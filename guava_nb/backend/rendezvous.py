@@ -1,7 +1,9 @@
 """How the ranks of a program find each other at a hub: by a job's name, in the hub's store.
 
-Rank 0 draws a name that no earlier run has used; the others learn it from the store. What is written here is lent: it
-goes with the session of the rank that wrote it, so a rank that was started again finds its place free.
+Rank 0 draws a name that no earlier run has used; the others learn it from the store. Until all ranks are there, what is
+written is lent: it goes with the session of the rank that wrote it, so a rank that was started again finds its place free.
+Then the run is marked as met, and takes no more ranks: one that is done with it comes again while rank 0 may still be in it,
+and must wait for the next run. The cards stay from then on, for ranks that read them after others have left.
 """
 
 from __future__ import annotations
@@ -99,15 +101,11 @@ def meet(endpoint: Endpoint, job: str, rank: int, world_size: int, timeout_s: fl
     """
     check_place(rank, world_size)
     until = time.monotonic() + timeout_s
-    key = f"rendezvous/{job}"
     if rank == 0:
         mine = _card(endpoint.member, world_size, f"{job}/{secrets.token_hex(6)}")
-        _claim(endpoint, key, mine, f"rank 0 of job {job!r}")
+        _claim(endpoint, f"rendezvous/{job}", mine, f"rank 0 of job {job!r}")
         return introduce(endpoint, mine.group, rank, world_size, timeout_s)
-    try:
-        first = _read(endpoint.ask("get", [key], timeout_s=timeout_s).values[0])
-    except CollectiveTimeout as late:
-        raise CollectiveTimeout(_missing_text([0], world_size, timeout_s)) from late
+    first = _next_run(endpoint, job, rank, world_size, timeout_s)
     if first.world_size != world_size:
         mine = _card(endpoint.member, world_size)
         # Rank 0 may look only when this session is over: what is set, not claimed, stays.
@@ -115,6 +113,34 @@ def meet(endpoint: Endpoint, job: str, rank: int, world_size: int, timeout_s: fl
         _check_sizes(rank, mine, [first])
     left_s = max(0.0, until - time.monotonic())
     return introduce(endpoint, first.group, rank, world_size, left_s, timeout_s)
+
+
+def _next_run(endpoint: Endpoint, job: str, rank: int, world_size: int, timeout_s: float) -> _Card:
+    """Wait for a run of the job whose ranks have not met yet; returns the card of its rank 0.
+
+    Raises:
+        ConfigError: another process is this rank in the run that stands.
+        CollectiveTimeout: rank 0 did not come in time, or is still in the earlier run.
+    """
+    began, pause, left_s = time.monotonic(), threading.Event(), timeout_s
+    while True:
+        try:
+            first = _read(endpoint.ask("get", [f"rendezvous/{job}"], timeout_s=left_s).values[0])
+        except CollectiveTimeout as late:
+            raise CollectiveTimeout(_missing_text([0], world_size, timeout_s)) from late
+        if not endpoint.ask("check", [f"{first.group}/met"]).number:
+            return first
+        is_here = endpoint.ask("check", [f"{first.group}/here/{rank}"]).number
+        if is_here and time.monotonic() >= began + _PREDECESSOR_S:
+            card = endpoint.ask("get", [f"{first.group}/member/{rank}"]).values[0]
+            raise _taken(f"rank {rank} of job {job!r}", _read(card).member)
+        left_s = began + timeout_s - time.monotonic()
+        if left_s <= _POLL_S:
+            raise CollectiveTimeout(
+                f"rank 0 of job {job!r} ({first.member}) was still in an earlier run after {timeout_s:g} s: end its program, "
+                "or give this one a job name of its own"
+            )
+        pause.wait(_POLL_S)
 
 
 def introduce(
@@ -139,6 +165,8 @@ def introduce(
         missing = [other for other, key in enumerate(keys) if key not in here]
         raise CollectiveTimeout(_missing_text(missing, world_size, waited_s or timeout_s)) from late
     _check_sizes(rank, mine, cards)
+    endpoint.ask("lend", [f"{name}/here/{rank}"], [b""])
+    endpoint.ask("multi_set", [f"{name}/member/{rank}", f"{name}/met"], [msgspec.json.encode(mine), b""])
     return Rendezvous(name, rank, tuple(card.member for card in cards), tuple(card.box for card in cards))
 
 
@@ -167,11 +195,15 @@ def _claim(endpoint: Endpoint, key: str, mine: _Card, what: str) -> None:
         if holder.token == mine.token:
             return
         if time.monotonic() >= until:
-            raise ConfigError(
-                f"{what} is taken by {holder.member}: give each process a rank of its own, and each program that uses "
-                "the hub at the same time a job name of its own"
-            )
+            raise _taken(what, holder.member)
         pause.wait(_POLL_S)
+
+
+def _taken(what: str, holder: str) -> ConfigError:
+    return ConfigError(
+        f"{what} is taken by {holder}: give each process a rank of its own, and each program that uses the hub at the same "
+        "time a job name of its own"
+    )
 
 
 def _card(member: str, world_size: int, group: str = "") -> _Card:

@@ -244,7 +244,7 @@ class StoreTable:
         self._put_all(values)
         if ask.op == "lend":
             self._lent.update(dict.fromkeys(values, self._client))
-        elif ask.op == "set":  # and is lent no more
+        else:  # what was lent is lent no more
             for key in values:
                 self._lent.pop(key, None)
         return StoreReply(ask.request_id)
