@@ -328,6 +328,8 @@ def known_cases() -> Iterator[Case]:
         (30, 64), (30, 128), (60, 64), (60, 128),
     ):  # fmt: skip
         yield Case(f"partial-{every} 1/{part}", outer("partial", density=1 / part), every)
+    for every, part, step in ((5, 64, 1.4), (15, 64, 1.4), (30, 64, 1.4), (60, 64, 1.4), (60, 40, 1.4), (60, 40, 1.7)):
+        yield Case(f"partial-{every} 1/{part} x{step}", outer("partial", step, 1 / part), every)
 
 
 def main() -> None:
