@@ -98,10 +98,12 @@ def rate(step: int, steps: int) -> float:
     return PEAK_RATE * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-def outer(name: str, learning_rate: float | None = None, density: float = 1 / 64, bits: int = 2) -> OuterMethod:
+def outer(
+    name: str, learning_rate: float | None = None, density: float = 1 / 64, bits: int = 2, chunk: int = 4096
+) -> OuterMethod:
     """Return an outer method, with another learning rate, or of a sparse one with other messages."""
     known = OUTER_METHODS[name]
-    wire = sparse_format(density, bits) if isinstance(known.wire_format, TopK) else known.wire_format
+    wire = sparse_format(density, bits, chunk=chunk) if isinstance(known.wire_format, TopK) else known.wire_format
     return replace(known, learning_rate=learning_rate or known.learning_rate, wire_format=wire)
 
 
@@ -330,6 +332,12 @@ def known_cases() -> Iterator[Case]:
         yield Case(f"partial-{every} 1/{part}", outer("partial", density=1 / part), every)
     for every, part, step in ((5, 64, 1.4), (15, 64, 1.4), (30, 64, 1.4), (60, 64, 1.4), (60, 40, 1.4), (60, 40, 1.7)):
         yield Case(f"partial-{every} 1/{part} x{step}", outer("partial", step, 1 / part), every)
+    for every, part, step, chunk in (
+        (15, 160, 1.4, 65_536), (30, 72, 1.4, 65_536), (60, 32, 1.7, 65_536), (60, 36, 1.4, 4096), (60, 36, 1.7, 4096),
+    ):  # fmt: skip
+        wide = " of 65536" if chunk > 4096 else ""
+        signs = outer("partial", step, 1 / part, bits=1, chunk=chunk)
+        yield Case(f"partial-{every} 1/{part} 1 bit{wide} x{step}", signs, every)
 
 
 def main() -> None:
