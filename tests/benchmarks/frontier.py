@@ -330,9 +330,23 @@ def known_cases() -> Iterator[Case]:
         (30, 64), (30, 128), (60, 64), (60, 128),
     ):  # fmt: skip
         yield Case(f"partial-{every} 1/{part}", outer("partial", density=1 / part), every)
-    for every, part, outer_rate in ((15, 160, 1.4), (30, 72, 1.4), (60, 32, 1.7)):
-        signs = outer("partial", outer_rate, 1 / part, bits=1, chunk=65_536)
-        yield Case(f"partial-{every} 1/{part} 1 bit x{outer_rate}", signs, every)
+    for every, part, step in (
+        (5, 4, 1.4),
+        (5, 8, 1.4),
+        (5, 64, 1.4),
+        (15, 64, 1.4),
+        (30, 64, 1.4),
+        (60, 64, 1.4),
+        (60, 40, 1.4),
+        (60, 40, 1.7),
+    ):
+        yield Case(f"partial-{every} 1/{part} x{step}", outer("partial", step, 1 / part), every)
+    for every, part, step, chunk in (
+        (15, 160, 1.4, 65_536), (30, 72, 1.4, 65_536), (60, 32, 1.7, 65_536), (60, 36, 1.4, 4096), (60, 36, 1.7, 4096),
+    ):  # fmt: skip
+        wide = " of 65536" if chunk > 4096 else ""
+        signs = outer("partial", step, 1 / part, bits=1, chunk=chunk)
+        yield Case(f"partial-{every} 1/{part} 1 bit{wide} x{step}", signs, every)
 
 
 def main() -> None:

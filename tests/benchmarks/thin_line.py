@@ -9,6 +9,7 @@ SIGKILL after three quarters of the steps; `disk lost`, where its files go too. 
 batches and the state that is left at the end, `of_60_MB` their part of what 60 MB for 124 million parameters are for this model.
 A small model's control messages (`control_bytes`, about 300 bytes a step whatever the model) are shown apart. `--table` and
 `--row-s` are those of `home_link`: many parameters that cost little to compute, and steps that sleep as on a slower device.
+`--batch` rows of `--context` bytes are a step, so that two cores compute one of a large model.
 """
 
 from __future__ import annotations
@@ -24,14 +25,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb import DistributedConfig, Orchestrator
 from guava_nb.processes.local_workers import WorkerHandle, launch
-from tests.benchmarks.home_link import CELL, DOWN_BYTES_S, ROUND_TRIP_S, UP_BYTES_S, num_parameters, rows_of_text
+from tests.benchmarks.home_link import (
+    CELL,
+    CONTEXT,
+    DOWN_BYTES_S,
+    ROUND_TRIP_S,
+    UP_BYTES_S,
+    num_parameters,
+    rows_of_text,
+)
 from tests.support.relay import Relay
 
-BATCH, REACH_BYTES, OF_PARAMETERS = 4, 60e6, 124e6
+REACH_BYTES, OF_PARAMETERS = 60e6, 124e6
 
 
 def case(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -49,7 +58,8 @@ def case(name: str, args: argparse.Namespace) -> dict[str, Any]:
             orchestrator.wait_for_workers(timeout=120)
             orchestrator.share(f"{CELL}\nROW_S = {args.row_s}\n", "gpt")
             orchestrator.register_model("ByteGPT", {"width": args.width, "layers": args.layers, "table": args.table})
-            data = DataLoader(rows_of_text(args.steps * BATCH, 20), batch_size=BATCH)
+            rows = rows_of_text(args.steps * args.batch, 20).tensors[0][:, : args.context + 1]
+            data = DataLoader(TensorDataset(rows), batch_size=args.batch)
             run = orchestrator.start_training(
                 data, step="language_step", optimizer=args.optimizer, optimizer_args={"lr": args.lr}, progress=False,
                 threads=1, check="off", seed=1, detach=True,
@@ -101,6 +111,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--table", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--row-s", type=float, default=0.0)
