@@ -331,19 +331,9 @@ def known_cases() -> Iterator[Case]:
     ):  # fmt: skip
         yield Case(f"partial-{every} 1/{part}", outer("partial", density=1 / part), every)
     for every, part, step in (
-<<<<<<< Updated upstream
-        (5, 4, 1.4),
-        (5, 8, 1.4),
-=======
-        (5, 16, 1.4),
->>>>>>> Stashed changes
-        (5, 64, 1.4),
-        (15, 64, 1.4),
-        (30, 64, 1.4),
-        (60, 64, 1.4),
-        (60, 40, 1.4),
+        (5, 4, 1.4), (5, 8, 1.4), (5, 16, 1.4), (5, 64, 1.4), (15, 64, 1.4), (30, 64, 1.4), (60, 64, 1.4), (60, 40, 1.4),
         (60, 40, 1.7),
-    ):
+    ):  # fmt: skip
         yield Case(f"partial-{every} 1/{part} x{step}", outer("partial", step, 1 / part), every)
     for every, part, step, chunk in (
         (15, 160, 1.4, 65_536), (30, 72, 1.4, 65_536), (60, 32, 1.7, 65_536), (60, 36, 1.4, 4096), (60, 36, 1.7, 4096),
