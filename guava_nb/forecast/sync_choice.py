@@ -26,6 +26,8 @@ _MARGIN = 1.25
 #: Of partial averaging with 1/64 of the elements: by how many percent the validation loss ended above that of step sync, for
 #: rounds of so many steps (tests/benchmarks/RESULTS.md).
 _MEASURED_ABOVE = {5: -0.9, 15: -0.4, 30: 1.9, 60: 4.6}
+#: Of the time, how much breaks of lines may cost in a forecast.
+_MOST_LOST = 0.9
 #: How many times faster than the slowest worker the fastest one is where local steps are dealt by pace.
 _UNLIKE = 1.5
 
@@ -40,6 +42,7 @@ class WorkerPace:
         up_bytes_s, down_bytes_s: of its line, from it and to it.
         round_trip_s: of its line.
         share: its part of the samples, relative to the others'.
+        breaks_s: how often a second its line passes nothing for a while; break_s: for how long, on average.
     """
 
     name: str
@@ -48,6 +51,8 @@ class WorkerPace:
     down_bytes_s: float | None = None
     round_trip_s: float = 0.0
     share: float = 1.0
+    breaks_s: float = 0.0
+    break_s: float = 0.0
 
     @property
     def lacks(self) -> str:
@@ -218,7 +223,9 @@ def choose_sync(
         )
     sync = "step" if chosen.every == 1 else "local"
     sentence = (
-        "" if asked else f"sync auto: {_called(chosen)}, because {reason}; {_cost(chosen, ways[0], lone, dealt, work)}"
+        ""
+        if asked
+        else f"sync auto: {_called(chosen)}, because {reason}; {_cost(chosen, ways[0], lone, dealt, work)}{_breaks(paces)}"
     )
     uneven = sync == "local" and dealt is not paces
     return SyncChoice(sync, chosen.every, sentence, (lone, *ways), warning, uneven, chosen.sync_delay)
@@ -243,7 +250,8 @@ def together(work: SyncWork, paces: Sequence[WorkerPace], every: int, sync_delay
     delay only, and that of an epoch's last round with none. Buckets that are complete come down while others go up.
 
     Args:
-        sync_delay: local steps that an exchange travels beside; None: as many as it takes, at most half of a round.
+        sync_delay: local steps that an exchange travels beside; None: as many as it takes, with a break of a line where lines
+            break, at most half of a round.
     """
     total = sum(pace.share for pace in paces)
     rate = work.exchanges_per_step(every)
@@ -257,13 +265,32 @@ def together(work: SyncWork, paces: Sequence[WorkerPace], every: int, sync_delay
         (samples * work.sample_bytes + rate * down_bytes) / (pace.down_bytes_s or math.inf) for pace, samples in parts
     )
     name = "step sync" if every == 1 else f"local, rounds of {every} steps"
+    covering_s = _MARGIN * exchange_s + max(pace.break_s for pace in paces)
     delay = every // 2 if sync_delay is None else sync_delay
-    if sync_delay is None and _MARGIN * exchange_s < delay * compute_s:
-        delay = math.ceil(_MARGIN * exchange_s / compute_s)
+    if sync_delay is None and covering_s < delay * compute_s:
+        delay = math.ceil(covering_s / compute_s)
     covered_s = min(exchange_s, min(delay, every - 1) * compute_s)
     last_rate = 1 / work.steps_per_epoch if work.steps_per_epoch else 0.0
     seconds = max(compute_s + rate * exchange_s - (rate - last_rate) * covered_s, coming_s)
+    spare_s = max(0.0, min(delay, every - 1) * compute_s - exchange_s)
+    lost_s = [pace.breaks_s * _lost_s(pace.break_s, seconds / rate, exchange_s, spare_s) for pace in paces]
+    seconds /= 1 - min(_MOST_LOST, sum(lost_s))
     return _way(work, name, every, compute_s, seconds, rate * len(paces) * (up_bytes + down_bytes), delay)
+
+
+def _lost_s(break_s: float, round_s: float, exchange_s: float, spare_s: float) -> float:
+    """Return for how long all workers wait because of one break of a line, on average.
+
+    It delays an exchange that is under way, or that would begin before it is over; all else of a round goes on.
+
+    Args:
+        break_s: of the break.
+        round_s: between two exchanges.
+        exchange_s: of one.
+        spare_s: how much later one may end before workers wait for it.
+    """
+    beyond_s = max(0.0, break_s - spare_s)
+    return min(break_s, beyond_s * (exchange_s + beyond_s / 2) / round_s) if round_s else break_s
 
 
 def _way(
@@ -346,6 +373,18 @@ def _sent(work: SyncWork, every: int) -> str:
     return (
         f"{told}; measured with a small language model, after 10,000 steps the loss was {abs(above)} % "
         f"{'above' if above > 0 else 'below'} that of an exchange in every step; shorter runs lose more, and so may other models"
+    )
+
+
+def _breaks(paces: Sequence[WorkerPace]) -> str:
+    """Say what breaks of lines these times count."""
+    silent = [
+        f"{show_time(pace.break_s)} every {show_time(1 / pace.breaks_s)} from {pace.name}"
+        for pace in paces
+        if pace.breaks_s
+    ]
+    return (
+        f". So far nothing came for {', for '.join(silent)}: these times are for lines that go on so" if silent else ""
     )
 
 

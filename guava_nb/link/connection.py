@@ -363,7 +363,7 @@ class Connection:
         while True:
             try:
                 count = self._stream.recv_into(self._decoder.get_buffer())
-                self._lane.heard_at = time.monotonic()
+                self._lane.hearing.heard(time.monotonic())
                 return count
             except LinkTimeout:
                 if time.monotonic() > self._lane.vouched_until:

@@ -26,6 +26,11 @@ class Silences:
     seconds: float = 0.0
     observed_s: float = 0.0
 
+    @property
+    def rate(self) -> tuple[float, float]:
+        """How many there were a second, and how long one lasted on average; zeros where there was none."""
+        return (self.count / self.observed_s, self.seconds / self.count) if self.count else (0.0, 0.0)
+
 
 class Hearing:
     """Of one session, whose connections share it; thread-safe.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from guava_nb.link.adaptive_compression import AdaptiveCompression, Frame
+from guava_nb.link.hearing import Hearing
 from guava_nb.link.rate import Delivery, RateMeter
 from guava_nb.protocol.framing import Arrived, Incoming
 from guava_nb.protocol.messages import CONTROL_CHANNELS, Ack, Channel, Goodbye
@@ -88,7 +89,7 @@ class Lane(Generic[C]):
         goodbye: the peer's last word on it.
         begun: messages of which the broken connection brought a part, by channel; the next one goes on with them.
         round_trip_s: smoothed, from Ping to Pong; None before the first.
-        heard_at: when bytes came last, on the monotonic clock.
+        hearing: notes when bytes come; all lanes of a session share it.
         vouched_until: until then a silent peer is not taken for gone, because another process sees that it is there.
         acks_due_at: when acknowledgements held back must go; None when there are none.
         delivery: how fast bytes arrive there; arrivals: and here.
@@ -96,7 +97,9 @@ class Lane(Generic[C]):
         out_saved, in_saved: bytes that compression spared, per channel.
     """
 
-    def __init__(self, name: str, window_bytes: int, compression: str, limit_bytes: int | None) -> None:
+    def __init__(
+        self, name: str, window_bytes: int, compression: str, limit_bytes: int | None, hearing: Hearing
+    ) -> None:
         self.name = name
         self.lock = threading.Lock()
         self.outbox = Outbox(window_bytes)
@@ -107,7 +110,7 @@ class Lane(Generic[C]):
         self.goodbye: Goodbye | None = None
         self.begun: dict[int, Incoming] = {}
         self.round_trip_s: float | None = None
-        self.heard_at = time.monotonic()
+        self.hearing = hearing
         self.vouched_until = float("-inf")
         self.acks_due_at: float | None = None
         self.delivery, self.arrivals = Delivery(), RateMeter()

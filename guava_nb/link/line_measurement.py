@@ -41,6 +41,8 @@ __all__ = ["LineFigures", "Measuring", "answer_measuring", "measure_line"]
 _PIECE_BYTES = 256 << 10
 _FIRST_BURST_BYTES, _LAST_BURST_BYTES, _GROWTH = 64 << 10, 4 << 20, 4
 _LONG_ENOUGH_S = 0.5
+#: How often a burst is made again that took so long that the line must have stood still.
+_AGAIN = 2
 _PINGS = 7
 #: How long a visit may last, and how many bytes it may cost both ways together.
 _VISIT_S = 30.0
@@ -239,8 +241,13 @@ def _expect(talk: _Talk, kind: type[Message]) -> None:
 
 
 def _rate(burst: Callable[[int], None], round_trip_s: float, last_burst_bytes: int) -> float:
-    """Bytes per second of the first burst that takes long enough, or of the largest."""
-    nbytes = _FIRST_BURST_BYTES
+    """Bytes per second of the first burst that takes long enough, or of the largest.
+
+    A burst takes as many times longer as it is larger than the one before. One that takes longer than that met a break of the
+    line, and is made again; else such a line would seem to be many times slower than it is between its breaks. After the first
+    one, which a slow line may explain as well, comes a smaller one.
+    """
+    nbytes, best, again = _FIRST_BURST_BYTES, 0.0, _AGAIN
     while True:
         started = time.monotonic()
         burst(nbytes)
@@ -248,6 +255,11 @@ def _rate(burst: Callable[[int], None], round_trip_s: float, last_burst_bytes: i
         took_s = max(
             whole_s - round_trip_s, whole_s / 2
         )  # where round trips vary, the burst may seem to take no time at all
-        if took_s >= _LONG_ENOUGH_S or nbytes >= last_burst_bytes:
-            return nbytes / max(took_s, 1e-6)
-        nbytes *= _GROWTH
+        best = max(best, nbytes / max(took_s, 1e-6))
+        if again and took_s > _GROWTH * _LONG_ENOUGH_S:
+            again -= 1
+            nbytes = nbytes if nbytes > _FIRST_BURST_BYTES else _FIRST_BURST_BYTES // _GROWTH
+        elif took_s >= _LONG_ENOUGH_S or nbytes >= last_burst_bytes:
+            return best
+        else:
+            nbytes, best = nbytes * _GROWTH, 0.0

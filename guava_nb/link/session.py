@@ -16,6 +16,7 @@ from functools import partial
 
 from guava_nb.errors import GuavaError, LinkBroken, LinkClosed, LinkTimeout, ProtocolError
 from guava_nb.link.connection import Connection
+from guava_nb.link.hearing import Hearing, Silences
 from guava_nb.link.lane import BULK, CONTROL, Lane, Progress, Wire, lane_of
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.session_events import (
@@ -69,8 +70,9 @@ class Session:
         self._state = "joining"
         self._closing = False
         self._teller: int | None = None  # thread that is telling an event
+        self._hearing = Hearing(options.heartbeat_s)
         self._lanes: dict[str, Lane[Connection]] = {
-            name: Lane(name, options.window_bytes, options.compression, options.most_unread_bytes)
+            name: Lane(name, options.window_bytes, options.compression, options.most_unread_bytes, self._hearing)
             for name in (CONTROL, BULK)
         }
         self._connections: list[Connection] = []  # all whose threads may still run
@@ -94,7 +96,12 @@ class Session:
     @property
     def silent_s(self) -> float:
         """Seconds since anything came from the peer, whose heartbeats fill silence."""
-        return time.monotonic() - max(lane.heard_at for lane in self._lanes.values())
+        return time.monotonic() - self._hearing.heard_at
+
+    @property
+    def silences(self) -> Silences:
+        """How often nothing came from the peer for longer than its heartbeats leave."""
+        return self._hearing.silences(time.monotonic())
 
     @property
     def rate_bytes_s(self) -> tuple[float | None, float | None]:

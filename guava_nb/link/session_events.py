@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol, Union
 
 from guava_nb.errors import GuavaError
+from guava_nb.link.hearing import Silences
 from guava_nb.link.lane import Progress, Wire
 from guava_nb.protocol.messages import Channel, Message
 
@@ -49,6 +50,10 @@ class SessionHandle(Protocol):
     @property
     def silent_s(self) -> float:
         """Seconds since anything came."""
+
+    @property
+    def silences(self) -> Silences:
+        """How often nothing came for longer than heartbeats leave."""
 
     @property
     def rate_bytes_s(self) -> tuple[float | None, float | None]:

@@ -331,15 +331,9 @@ def known_cases() -> Iterator[Case]:
     ):  # fmt: skip
         yield Case(f"partial-{every} 1/{part}", outer("partial", density=1 / part), every)
     for every, part, step in (
-        (5, 4, 1.4),
-        (5, 8, 1.4),
-        (5, 64, 1.4),
-        (15, 64, 1.4),
-        (30, 64, 1.4),
-        (60, 64, 1.4),
-        (60, 40, 1.4),
+        (5, 4, 1.4), (5, 8, 1.4), (5, 16, 1.4), (5, 64, 1.4), (15, 64, 1.4), (30, 64, 1.4), (60, 64, 1.4), (60, 40, 1.4),
         (60, 40, 1.7),
-    ):
+    ):  # fmt: skip
         yield Case(f"partial-{every} 1/{part} x{step}", outer("partial", step, 1 / part), every)
     for every, part, step, chunk in (
         (15, 160, 1.4, 65_536), (30, 72, 1.4, 65_536), (60, 32, 1.7, 65_536), (60, 36, 1.4, 4096), (60, 36, 1.7, 4096),
@@ -360,9 +354,11 @@ def main() -> None:
     parser.add_argument(
         "--limit-s", type=float, default=0.0, help="seconds of all tasks; as many steps as fit, up to --steps"
     )
+    parser.add_argument("--no-step", action="store_true", help="leave step out")
     parser.add_argument("--list", action="store_true", help="print the names of all cases")
     given = parser.parse_args()
-    cases = [one for one in known_cases() if not given.cases or one.name in ("step", *given.cases)]
+    always = () if given.no_step else ("step",)
+    cases = [one for one in known_cases() if not given.cases or one.name in (*always, *given.cases)]
     if given.list:
         print("\n".join(one.name for one in cases))
         return

@@ -47,6 +47,7 @@ LINES = {
     "home": (UP_BYTES_S, DOWN_BYTES_S, ROUND_TRIP_S, 0.02),
     "office": (200e6 / 8, 200e6 / 8, 0.05, 0.005),
     "lte": (10e6 / 8, 40e6 / 8, 0.08, 0.04),
+    "lte-calm": (10e6 / 8, 40e6 / 8, 0.08, 0.04),  # without its breaks
 }
 #: Of LTE: so often a worker's line passes nothing, for so long; each fourth time its connections are cut instead.
 BREAK_EVERY_S, BREAK_S = 15.0, 3.0
@@ -141,6 +142,7 @@ def case(orchestrator: Orchestrator, name: str, args: argparse.Namespace) -> dic
     told = [
         text for _, text in orchestrator._notices.numbered(500) if text.startswith("sync auto") or "longer than" in text
     ]
+    silences = [session.silences for session in map(orchestrator._cluster.session, range(args.workers)) if session]
     rows = args.batch / (1 if way == "alone" else args.workers)
     return {
         "benchmark": "home_link", "case": name, "line": args.line, "workers": 1 if way == "alone" else args.workers,
@@ -153,7 +155,7 @@ def case(orchestrator: Orchestrator, name: str, args: argparse.Namespace) -> dic
         "val_loss": round(report["val"]["loss"], 4), "busy": busy_share(run),
         "idle_s": idle_seconds(run), "step_s": step_seconds(run, report["steps"]),
         "in_steps": round(report["steps"] * rows * args.row_s / seconds, 3), "lost_samples": report["lost_samples"],
-        "told": told,
+        "silences": [[one.count, round(one.seconds, 1), round(one.observed_s)] for one in silences], "told": told,
     }  # fmt: skip
 
 

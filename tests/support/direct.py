@@ -17,6 +17,7 @@ import torch
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.errors import LinkBroken, LinkClosed
+from guava_nb.link.hearing import Silences
 from guava_nb.link.lane import Wire
 from guava_nb.link.session_events import MessageArrived, SessionClosed, SessionResumed, SessionSuspect
 from guava_nb.protocol.framing import message_bytes
@@ -60,7 +61,7 @@ class DirectSession:
         self.identity = worker.identity
         self.wire = Wire(dict.fromkeys(Channel, 0), dict.fromkeys(Channel, 0))  # counted as a real session counts
         self.saved = Wire(dict.fromkeys(Channel, 0), dict.fromkeys(Channel, 0))
-        self.round_trip_s, self.silent_s = None, 0.0
+        self.round_trip_s, self.silent_s, self.silences = None, 0.0, Silences()
         self.rate_bytes_s = (None, None)
         self.closed = False
         self._worker = worker

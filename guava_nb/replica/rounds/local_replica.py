@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from guava_nb.errors import LocalProtocolError, TrainingError
 from guava_nb.hub.bucket_sum import is_finite
-from guava_nb.outer_methods.outer_methods import OUTER_METHODS, mixed, pseudo_gradient
+from guava_nb.outer_methods.outer_methods import OUTER_METHODS, OuterMethod, mixed, pseudo_gradient
 from guava_nb.parallel.replicas.gather_batch import Gather, refusing
 from guava_nb.protocol.messages import Commit, RunSpec
 from guava_nb.replica.base_replica import Buckets, explained, pick
@@ -348,12 +348,12 @@ class LocalReplica(Replica):
         if commit.skip:
             self.restore()
             return
-        sums, after = sums or self._own, self._after
+        method, sums, after = self._outer_method(is_lone=not sums), sums or self._own, self._after
         if not sums:
             raise LocalProtocolError("a round was committed of which nothing came")
         self._buffers.begin_step()
         for bucket in self.layout.buckets:
-            self._take_outer_step(bucket, pick(sums, bucket.index)[1].to(self.device))
+            self._take_outer_step(method, bucket, pick(sums, bucket.index)[1].to(self.device))
         self._adopt_buffers(sums)
         self._finish_step(sums)
         self._after, self._own = None, {}
@@ -365,14 +365,18 @@ class LocalReplica(Replica):
             for _ in range(commit.steps):
                 self._advance_schedule()
 
+    def _outer_method(self, is_lone: bool) -> OuterMethod:
+        """Return the outer method of a round: a lone worker leaves nothing out for which a longer step could stand in."""
+        return replace(self._method, learning_rate=1.0) if is_lone and self._method.keeps_rest else self._method
+
     @torch.no_grad()
-    def _take_outer_step(self, bucket: Bucket, mean: Tensor) -> None:
+    def _take_outer_step(self, method: OuterMethod, bucket: Bucket, mean: Tensor) -> None:
         """Step a bucket's parameters with the mean of the pseudo-gradients, `[numel]`."""
         parameters = [self._named[name] for name in bucket.names]
         before = _joined([parameter.detach().reshape(-1).to(bucket.dtype) for parameter in parameters])
         kept = [self._momentum[name].reshape(-1) for name in bucket.names if name in self._momentum]
         known = _joined(kept) if len(kept) == len(bucket.names) else None
-        after, momentum = self._method.step(before, mean, known)
+        after, momentum = method.step(before, mean, known)
         for parameter, view in zip(parameters, bucket.views(after), strict=True):
             parameter.copy_(view)
         if momentum is not None:

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from guava_nb.errors import GroupBroken, LinkClosed
+from guava_nb.link.hearing import Silences
 from guava_nb.link.lane import Wire
 from guava_nb.protocol.messages import (
     Abort,
@@ -72,7 +73,7 @@ class Line:
     peer_address = "here"
     state = "open"
     round_trip_s = None
-    silent_s = 0.0
+    silent_s, silences = 0.0, Silences()
     rate_bytes_s = (None, None)
     wire = saved = Wire(dict.fromkeys(Channel, 0), dict.fromkeys(Channel, 0))
 

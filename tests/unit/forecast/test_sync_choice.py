@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guava_nb.forecast.sync_choice import ROUNDS, SyncWork, WorkerPace, choose_sync
+from guava_nb.forecast.sync_choice import ROUNDS, SyncWork, WorkerPace, choose_sync, together
 
 #: 2.5 M parameters of float32 in buckets of 4 MiB, batches of 64 texts, an epoch of 3,000 steps.
 WORK = SyncWork(64, 400, 10e6, 10e6, 3, 5e8, 3000, 3000)
@@ -270,3 +271,55 @@ def test_what_is_told_is_what_an_epoch_takes_that_is_played_bucket_by_bucket(
         told = next(way for way in choose_sync(work, team, asked=every).ways if way.every == every)
         takes_s = played_s(work, team, every, told.sync_delay, rounds)
         assert told.run_s is not None and takes_s / (1 + 1e-9) <= told.run_s <= most * takes_s * (1 + 1e-9)
+
+
+def taken_s(
+    rounds: int, compute_s: float, exchange_s: float, spare_s: float, breaks: list[tuple[float, float]]
+) -> float:
+    """Play rounds whose exchange needs a line that breaks; the next round may go on for `exchange_s + spare_s` without it."""
+    now, due = 0.0, []
+    for _ in range(rounds):
+        now += compute_s
+        free, left_s = now, exchange_s
+        for began, ended in breaks:
+            if ended <= free:
+                continue
+            if began >= free + left_s:
+                break
+            left_s -= max(0.0, began - free)
+            free = ended
+        due.append(free + left_s)
+        now = max(now, due[-1] - (exchange_s + spare_s if spare_s else 0.0))
+    return now
+
+
+@pytest.mark.parametrize(("every", "delay"), [(1, 0), (5, 0), (5, 2), (15, 3), (60, 30)])
+def test_what_breaks_of_a_line_cost_is_in_the_forecast(every: int, delay: int) -> None:
+    chance = random.Random(every + delay)
+    work = SyncWork(2, 0, 0.25e6, 0.25e6, 10**9)
+    calm = WorkerPace("w", 1.0, 1e6, 1e6)  # a step of 1 s, an exchange of 0.25 s
+    breaks, now = [], 0.0
+    while now < 1e5:
+        now += chance.expovariate(1 / 20)
+        breaks.append((now, now + 4))
+        now += 4
+    broken = replace(calm, breaks_s=1 / 24, break_s=4.0)
+    told = together(work, [broken, calm], every, delay)
+    assert together(work, [calm, calm], every, delay).seconds == pytest.approx(1 + (0 if delay else 0.25 / every))
+    spare_s = delay * 1.0 - 0.25 if delay else 0.0
+    taken = taken_s(60_000 // every, every, 0.25, spare_s, breaks) / (60_000 // every * every)
+    assert told.seconds - 1 == pytest.approx(taken - 1, rel=0.25, abs=0.004)
+    assert told.seconds > 1.0 or delay > 4
+
+
+def test_the_sentence_tells_what_breaks_it_counts() -> None:
+    broken = [replace(pace, breaks_s=1 / 22, break_s=3.0) for pace in home(10, 40, 1.0)]
+    calm, told = choose_sync(WORK, home(10, 40, 1.0)), choose_sync(WORK, broken)
+    assert "nothing came" not in calm.sentence
+    assert told.sentence.endswith(
+        ". So far nothing came for 3 s every 22 s from w1, for 3 s every 22 s from w2: these times are for lines that go on so"
+    )
+    assert told.sync_delay > calm.sync_delay  # a break is covered by local steps, too
+    assert all(now.seconds >= then.seconds for now, then in zip(told.ways, calm.ways, strict=True))
+    assert told.ways[1].seconds > 1.1 * calm.ways[1].seconds  # an exchange in every step waits for each break
+    assert choose_sync(WORK, [replace(pace, samples_s=None) for pace in broken]).sync == "step"

@@ -21,6 +21,7 @@ def test_a_gap_longer_than_heartbeats_leave_is_a_silence_whichever_connection_he
     hearing.heard(112.1)  # of the other connection, for which as much time passed
     hearing.heard(122.1)
     assert hearing.silences(123.0) == Silences(2, pytest.approx(3.0 + 9.0), 23.0)
+    assert hearing.silences(123.0).rate == (2 / 23, 6.0) and Silences(0, 0.0, 9.0).rate == (0.0, 0.0)
     assert hearing.heard_at == 122.1
 
 
@@ -49,5 +50,5 @@ def test_a_slow_line_is_measured_by_two_short_bursts(monkeypatch: pytest.MonkeyP
         now += nbytes / 1e4
 
     monkeypatch.setattr(line_measurement.time, "monotonic", lambda: now)
-    assert line_measurement._rate(burst, 0.08, 1 << 20) == pytest.approx(1e4, rel=0.02)
+    assert line_measurement._rate(burst, 0.08, 1 << 20) == pytest.approx(1e4, rel=0.06)
     assert bursts == [1 << 16, 1 << 14]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from guava_nb.link import lane as lanes
+from guava_nb.link.hearing import Hearing
 from guava_nb.link.lane import BULK, TIMED_BYTES, Lane
 from guava_nb.protocol.framing import Arrived
 from guava_nb.protocol.messages import Ack, Channel, Leave
@@ -30,7 +31,7 @@ class Writer:
 def test_many_short_messages_wake_the_writer_once_and_a_long_one_hurries_them(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(lanes.time, "monotonic", lambda: now)
-    lane: Lane[Writer] = Lane(BULK, 1 << 30, "off", None)  # type: ignore[type-var]
+    lane: Lane[Writer] = Lane(BULK, 1 << 30, "off", None, Hearing(2.0))  # type: ignore[type-var]
     lane.connection = writer = Writer()
 
     def consume(sequence: int, nbytes: int) -> None:

@@ -80,6 +80,22 @@ def test_a_lone_worker_takes_its_own_round_as_that_of_a_hub() -> None:
     assert alike(lone.state(), shared.state())
 
 
+def test_a_longer_outer_step_of_partial_averaging_is_taken_with_others_only() -> None:
+    lone, plain, shared, handed = (
+        *(made(replace(SPEC, rounds=RoundSpec("partial", rate, 0.0))) for rate in (1.4, 1.0, 1.4)),
+        Contribution(24),
+    )
+    start = torch.nn.utils.parameters_to_vector(lone.model.parameters()).detach().clone()
+    for one in (lone, plain):
+        one.run_shard(work())
+        one.apply(None, Commit(1.0, False, steps=3))
+    shared.run_shard(work(), handed)
+    shared.apply(handed.buckets, Commit(1.0, False, steps=3))
+    assert alike(lone.state()["model"], plain.state()["model"])
+    ways = [torch.nn.utils.parameters_to_vector(one.model.parameters()).detach() - start for one in (plain, shared)]
+    torch.testing.assert_close(ways[1], 1.4 * ways[0])
+
+
 def test_a_worker_that_does_two_shards_keeps_the_optimizer_of_the_first_and_one_that_does_none_its_own() -> None:
     both, first, idle = made(), made(), made()
     handed = [Contribution(12), Contribution(12)]
