@@ -63,7 +63,6 @@ _MOST_NAMES = 8
 _USER_ERRORS = (Exception, SystemExit)
 
 
-
 def compare(
     replica: BaseReplica, spec: RunSpec, resolve: Resolve, batches: Sequence[Any], rows: Sequence[int],
     weights: Mapping[str, Any] | None = None,
