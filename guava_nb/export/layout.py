@@ -6,8 +6,10 @@ Builds the model once, on the CPU, as every worker does. What torch has no call 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -39,8 +41,9 @@ class Layout:
 
     Attributes:
         blocks: the loop over the blocks that FSDP gathers one by one: an iterable's text; "" without.
+        stem: how the names of the blocks begin, where `blocks` gives names, too, and other layers beside them; else "".
         styles: pattern of module names to a style's text.
-        heads: modules to attributes of which each process has its part, such as a number of heads.
+        heads: pattern of module names to attributes of which each process has its part, such as a number of heads.
         whole: what guava_nb splits and torch leaves whole here, in words.
         cuts: for an nn.Sequential: places at which stages begin; else empty.
         begins: names of the modules that begin the second and later stages.
@@ -49,6 +52,7 @@ class Layout:
     """
 
     blocks: str = ""
+    stem: str = ""
     styles: dict[str, str] = field(default_factory=dict)
     heads: dict[str, tuple[str, ...]] = field(default_factory=dict)
     whole: list[str] = field(default_factory=list)
@@ -64,11 +68,16 @@ class Layout:
 
     @property
     def head_lines(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Modules that have the same attributes to divide, and these."""
+        """Modules that have the same attributes to divide, as names in a text or as one pattern, and these."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for name, attributes in self.heads.items():
             groups.setdefault(attributes, []).append(name)
-        return [(literal(tuple(names)), attributes) for attributes, names in groups.items()]
+        made: list[tuple[str, tuple[str, ...]]] = []
+        for attributes, names in groups.items():
+            whole = tuple(name for name in names if "*" not in name)
+            made += [(literal(whole), attributes)] if whole else []
+            made += [(name, attributes) for name in names if "*" in name]
+        return made
 
 
 def layout_of(model: nn.Module, spec: ParallelSpec) -> Layout:
@@ -80,9 +89,8 @@ def layout_of(model: nn.Module, spec: ParallelSpec) -> Layout:
     found = Layout(stages=spec.pp * spec.stages_per_rank if spec.pp > 1 else 1)
     found.again = tuple(matching(model, spec.checkpoint_activations, "checkpoint_activations"))
     if spec.zero_stage >= 2 and spec.dp > 1:
-        found.blocks = _loop(
-            model, [name for name, block in repeated_blocks(model).items() if not _is_tied(model, block)]
-        )
+        names = [name for name, block in repeated_blocks(model).items() if not _is_tied(model, block)]
+        found.blocks, found.stem = _loop(model, names)
     if spec.tp > 1:
         _take_plan(found, model, make_plan(model, spec.tensor_plan, spec.tp), spec.tp)
     if spec.pp > 1:
@@ -90,18 +98,27 @@ def layout_of(model: nn.Module, spec: ParallelSpec) -> Layout:
     return found
 
 
-def _loop(model: nn.Module, names: Sequence[str]) -> str:
-    """Return an iterable of these modules, as a reader would write it."""
+def _loop(model: nn.Module, names: Sequence[str]) -> tuple[str, str]:
+    """Return an iterable of these modules, as a reader would write it, and `Layout.stem`."""
     parents = {name.rpartition(".")[0] for name in names}
     if not names:
-        return ""
-    if len(parents) == 1 and all(name.rpartition(".")[2].isdigit() for name in names):
-        first, last = (int(name.rpartition(".")[2]) for name in (names[0], names[-1]))
-        parent = parents.pop()
-        if list(dict(model.get_submodule(parent).named_children())) == [name.rpartition(".")[2] for name in names]:
-            return _path(parent)  # all of them, also those that a reader will add
-        return f"{_path(parent)}[{first}:{last + 1}]" if last - first + 1 == len(names) else ""
-    return f"map(model.get_submodule, {tuple(names)!r})".replace("'", '"')
+        return "", ""
+    if len(parents) == 1:
+        parent, leaves = parents.pop(), [name.rpartition(".")[2] for name in names]
+        children, stems = (
+            list(dict(model.get_submodule(parent).named_children())),
+            {re.sub(r"\d+$", "", n) for n in leaves},
+        )
+        stem = stems.pop() if len(stems) == 1 else ""
+        # All of them, also those that a reader will add.
+        if all(leaf.isdigit() for leaf in leaves):
+            if children == leaves:
+                return _path(parent), ""
+            first, last = int(leaves[0]), int(leaves[-1])
+            return (f"{_path(parent)}[{first}:{last + 1}]", "") if last - first + 1 == len(names) else ("", "")
+        if stem and [child for child in children if child.startswith(stem)] == leaves:
+            return f"{_path(parent)}.named_children()", stem
+    return f"map(model.get_submodule, {tuple(names)!r})".replace("'", '"'), ""
 
 
 def _path(name: str) -> str:
@@ -135,9 +152,8 @@ def _take_plan(found: Layout, model: nn.Module, plan: Plan, ranks: int) -> None:
         )
     found.styles = _with_patterns(model, styles)
     parents = {region.row.rpartition(".")[0] for region in regions}
-    for name, values in plan.attributes.items():
-        if name in parents and values:
-            found.heads[name] = tuple(values)
+    heads = {name: tuple(values) for name, values in plan.attributes.items() if name in parents and values}
+    found.heads = _with_patterns(model, heads)
 
 
 def _goes_along(model: nn.Module, columns: Sequence[str], row: str, plan: Plan, ranks: int) -> bool:
@@ -162,13 +178,19 @@ def _is_even(layer: nn.Module, split: Split, ranks: int) -> bool:
     return size % ranks == 0 and [tuple(map(tuple, pieces)) for pieces in split.ranges] == wanted
 
 
-def _with_patterns(model: nn.Module, styles: dict[str, str]) -> dict[str, str]:
-    """Write the names of layers that repeat as one pattern, where all that match it have the same style."""
-    names, made = [name for name, _ in model.named_modules()], dict[str, str]()
-    for name, style in styles.items():
-        pattern = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name)
-        matched = [n for n in names if re.fullmatch(pattern.replace(".", r"\.").replace("*", "[^.]+"), n)]
-        made[pattern if all(styles.get(n) == style for n in matched) else name] = style
+_V = TypeVar("_V")
+
+
+def _with_patterns(model: nn.Module, values: Mapping[str, _V]) -> dict[str, _V]:
+    """Write the names of modules that repeat (blocks.0, block0) as one pattern, where all that match it have the same value.
+
+    So modules that a reader adds are split as those that are there.
+    """
+    names, made = [name for name, _ in model.named_modules()], dict[str, _V]()
+    for name, value in values.items():
+        pattern = re.sub(r"(^|\.)([A-Za-z_]*)\d+(?=\.)", r"\1\2*", name)
+        matched = [n for n in names if fnmatchcase(n, pattern)]
+        made[pattern if all(values.get(n) == value for n in matched) else name] = value
     return made
 
 

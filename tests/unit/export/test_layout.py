@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -47,6 +49,23 @@ def test_layers_that_repeat_have_one_pattern() -> None:
     assert tensor(Stack(Wide(), Wide())).styles == {"blocks.*.up": COLUMN, "blocks.*.down": ROW}
 
 
+class Numbered(nn.Sequential):
+    """Blocks by name and number, as in many GPTs, and a layer beside them."""
+
+    def __init__(self, make: Callable[[], nn.Module], blocks: int = 2) -> None:
+        super().__init__()
+        for number in range(blocks):
+            self.add_module(f"block{number}", make())
+        self.add_module("norm", nn.LayerNorm(8))
+
+
+def test_layers_of_blocks_with_numbered_names_have_one_pattern() -> None:
+    assert tensor(Numbered(Wide)).styles == {"block*.up": COLUMN, "block*.down": ROW}
+    mixed = nn.ModuleDict({"block0": Wide(), "block1": Wide(hidden=11)})
+    mixed.forward = lambda x: mixed["block1"](mixed["block0"](x))  # type: ignore[method-assign]
+    assert tensor(mixed).styles == {"block0.up": COLUMN, "block0.down": ROW, "block1.up": GATHERED, "block1.down": CUT}
+
+
 def test_sizes_that_do_not_divide_are_gathered_around_each_layer() -> None:
     assert tensor(Wide(hidden=11)).styles == {"up": GATHERED, "down": CUT}
 
@@ -73,10 +92,24 @@ def test_heads_are_divided_where_each_process_has_as_many() -> None:
     assert found.styles == {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "o_proj": ROW}
     assert {name: set(values) for name, values in found.heads.items()} == {"": {"n_heads", "n_kv_heads"}}
 
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Plain()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.attention(x)
+
+    assert tensor(Stack(Block(), Block())).heads.keys() == {"blocks.*.attention"}
+    ((layers, attributes),) = tensor(Numbered(Block)).head_lines
+    assert layers == "block*.attention" and set(attributes) == {"n_heads", "n_kv_heads"}
+
 
 def test_blocks_for_fsdp_read_as_a_person_would_write_them() -> None:
     spec = ParallelSpec(mode="zero", dp=2, zero_stage=3)
     assert layout_of(Stack(Stack(Wide()), Stack(Wide()), Stack(Wide())), spec).blocks == "model.blocks"
+    named = layout_of(Numbered(lambda: Stack(Wide()), 3), spec)
+    assert (named.blocks, named.stem) == ("model.named_children()", "block")
 
 
 def test_an_attention_of_torch_stays_whole_and_where_nothing_is_left_the_run_is_refused() -> None:

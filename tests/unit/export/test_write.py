@@ -264,6 +264,7 @@ def test_batches_by_name_and_a_shared_collate_function(session: Orchestrator, tm
     run = trained(session, DataLoader(ROWS, 4, collate_fn=collate), criterion=None, step="step")
     text = run.export(tmp_path / "train.py").read_text()
     assert "loss = weight * shared_step(parallel, batch)" in text and "collate_fn=as_dict" in text
+    assert "gc.collect()\n    dist.destroy_process_group()" in text
     assert "batch = {name: part.to(device) for name, part in batch.items()}" in text
     epoch_data = runpy.run_path(str(tmp_path / "train.py"))["epoch_data"]
     parts = [list(epoch_data(ROWS, list(range(9)), 1, replica, 2)) for replica in (0, 1)]
