@@ -100,7 +100,7 @@ def test_forwarded_messages_come_to_the_same_bits_at_all_and_one_that_is_missing
     flats = [torch.randn(layout.buckets[0].numel) for _ in range(2)]
     senders = [BucketWire(layout, sparse, 0.95) for _ in flats]
     sent = [
-        wire.encode(0, flat, (1, 5, shard))[1] for shard, (wire, flat) in enumerate(zip(senders, flats, strict=True))
+        wire.encode(0, flat, (0, 5, shard))[1] for shard, (wire, flat) in enumerate(zip(senders, flats, strict=True))
     ]
     hub = BucketWire(layout, sparse)
     assert hub.is_forwarded(0, 2) and not hub.is_forwarded(0, 3)
