@@ -35,7 +35,10 @@ class ErrorFeedback:
     def encode(self, key: object, flat: Tensor, name: Hashable = None) -> memoryview:
         """Return the message of a flat tensor, `[numel]`, and of what is left of earlier ones of that key.
 
-        `commit` may be told by its name that it does not count.
+        Args:
+            key: name or number of the tensor.
+            flat: `[numel]`.
+            name: of the message, by which `commit` may be told that it does not count.
 
         Raises:
             LocalProtocolError: earlier ones had another size.
