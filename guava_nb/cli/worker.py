@@ -16,9 +16,9 @@ from guava_nb.cli.live import LiveLines, live_lines
 from guava_nb.cli.pasting import PastedLines
 from guava_nb.errors import ConfigError
 from guava_nb.launchers.task_place import TaskPlace, task_place
+from guava_nb.processes.gpu_driver import check_device
 from guava_nb.processes.interrupts import interrupts_counted
 from guava_nb.render import redact, to_text, worker_view
-from guava_nb.systems import check_device
 
 if TYPE_CHECKING:
     from guava_nb.processes.local_workers import WorkerHandle, WorkerState

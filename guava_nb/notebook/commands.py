@@ -22,21 +22,11 @@ from guava_nb.notebook.line_options import (
     word,
     zero_stage,
 )
+from guava_nb.notebook.mode import OTHER_MODE_NAMES
 from guava_nb.spec.training_options import LOSSES, Kind, OptionInfo, TrainingOptions, option_infos
 
 __all__ = ["COMMANDS", "run_options"]
 
-#: What other programs call these modes.
-_OTHER_MODE_NAMES = {
-    **dict.fromkeys(("ddp", "dp", "dataparallel", "distributeddataparallel"), "data"),
-    **dict.fromkeys(("fsdp", "fsdp2", "zero3", "zero-3"), "zero --zero 3"),
-    "zero1": "zero --zero 1",
-    "zero2": "zero --zero 2",
-    "deepspeed": "zero",
-    **dict.fromkeys(("pp", "stages", "gpipe"), "pipeline"),
-    **dict.fromkeys(("tp", "megatron"), "tensor"),
-    **dict.fromkeys(("3d", "2d"), "hybrid"),
-}
 _DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps")
 
 
@@ -236,7 +226,7 @@ MODE = Command(
             "mode",
             nargs="?",
             metavar="MODE",
-            type=choice(*MODES, also=_OTHER_MODE_NAMES),
+            type=choice(*MODES, also=OTHER_MODE_NAMES),
             complete=MODES,
             help="data: whole model on each worker, a part of each batch; pipeline: some layers on each worker; tensor: a part "
             "of each layer on each worker; zero: data, but optimizer state (and more) is shared out; hybrid: several axes",

@@ -13,8 +13,19 @@ from guava_nb.errors import ConfigError, MeshError
 if TYPE_CHECKING:
     from guava_nb.config.mesh import Mesh
 
-__all__ = ["mode_arguments", "mode_sentence"]
+__all__ = ["OTHER_MODE_NAMES", "mode_arguments", "mode_sentence"]
 
+#: What other programs call these modes.
+OTHER_MODE_NAMES = {
+    **dict.fromkeys(("ddp", "dp", "dataparallel", "distributeddataparallel"), "data"),
+    **dict.fromkeys(("fsdp", "fsdp2", "zero3", "zero-3"), "zero --zero 3"),
+    "zero1": "zero --zero 1",
+    "zero2": "zero --zero 2",
+    "deepspeed": "zero",
+    **dict.fromkeys(("pp", "stages", "gpipe"), "pipeline"),
+    **dict.fromkeys(("tp", "megatron"), "tensor"),
+    **dict.fromkeys(("3d", "2d"), "hybrid"),
+}
 #: Options of the line that the orchestrator knows by another name.
 _NAMES = {
     "zero": "zero_stage",
@@ -55,7 +66,7 @@ def mode_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def mode_sentence(
-    config: DistributedConfig, num_workers: int | None, asked: str | None = None, num_local: int = 0
+    config: DistributedConfig, num_workers: int | None, asked: str | None = None, num_local: int = 0, going: str = ""
 ) -> str:
     """Say what the settings mean for so many workers.
 
@@ -64,7 +75,14 @@ def mode_sentence(
         num_workers: that are here; None: those that are expected.
         asked: the mode that was asked for.
         num_local: how many of the workers were started by this notebook.
+        going: the run that goes on in the mode that held before; "" for none.
     """
+    return _sentence(config, num_workers, asked, num_local) + (
+        f" This holds from the next run on; {going} goes on as it began." if going else ""
+    )
+
+
+def _sentence(config: DistributedConfig, num_workers: int | None, asked: str | None, num_local: int) -> str:
     try:
         mode, mesh = config.mode(num_workers), config.mesh(num_workers)
     except MeshError as error:

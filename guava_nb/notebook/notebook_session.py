@@ -208,8 +208,7 @@ class NotebookSession:
             UsageError: an option does not fit the mode.
         """
         chosen = mode_arguments(args)
-        if chosen:
-            self._mode = chosen
+        self._mode = chosen or self._mode
         if not self.is_open:
             mode = self._mode.get("mode") or DistributedConfig.load().mode()
             return (
@@ -219,10 +218,8 @@ class NotebookSession:
         here = sum(worker.state in ("ready", "working") for worker in self._orchestrator.status().workers)
         local = 0 if self._local is None else len(self._local)
         run = self._orchestrator.run if chosen else None
-        sentence = mode_sentence(self._orchestrator.config, here or None, self._mode.get("mode"), local)
-        if run is None or run.done:
-            return sentence
-        return f"{sentence} This holds from the next run on; {run.run_id} goes on as it began."
+        going = "" if run is None or run.done else run.run_id
+        return mode_sentence(self._orchestrator.config, here or None, self._mode.get("mode"), local, going)
 
     def _apply_mode(self) -> None:
         if self._mode:

@@ -25,9 +25,9 @@ from guava_nb.link.handshake import try_way
 from guava_nb.link.options import LinkOptions
 from guava_nb.notebook.display import say
 from guava_nb.notebook.host import Host, binder_rule, is_loopback
+from guava_nb.processes.gpu_driver import check_device
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.spec.loading import half_loaded_text, loading_without_collections
-from guava_nb.systems import check_device
 from guava_nb.tunnels.registry import make_tunnel
 from guava_nb.tunnels.tokens import find_token
 

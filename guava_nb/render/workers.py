@@ -39,7 +39,7 @@ def is_there(worker: WorkerStatus) -> bool:
 
 
 def by_name(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:
-    """One worker for each name, in the order of names, so that rows keep their places whoever joins first.
+    """One worker for each name, in the order of names, so that rows keep their places in whatever order workers join.
 
     One that was lost and came back is one, with what it did before and since.
     """

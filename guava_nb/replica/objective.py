@@ -413,9 +413,15 @@ class _TorchCriterion:
 
     def __call__(self, outputs: Any, targets: Any, rows: int) -> Loss:
         if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+            way = ""
+            if isinstance(getattr(outputs, "logits", None), Tensor):  # as a model of transformers
+                way = (
+                    ": def loss(outputs, targets): return torch.nn.functional.cross_entropy(outputs.logits.flatten(0, -2), "
+                    "targets.flatten()), then --loss loss"
+                )
             raise ConfigError(
                 f"criterion {self._name} needs tensors, the model returned a {type(outputs).__name__} for targets of type "
-                f"{type(targets).__name__}; share a loss function that takes them apart"
+                f"{type(targets).__name__}; share a loss function that takes them apart{way}"
             )
         if self.scoring is not None:
             outputs, targets = self.scoring.in_torchs_order(outputs, targets)

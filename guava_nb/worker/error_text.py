@@ -27,6 +27,13 @@ __all__ = [
 # What went wrong in the user's code, as the user should see it: their own lines, without ours around them.
 
 _OURS = str(Path(__file__).resolve().parents[1])
+#: Frames of torch that only pass a call on; each layer has some of them.
+_PASS_ON = (
+    "torch/nn/modules/module.py",
+    "torch/nn/modules/container.py",
+    "torch/overrides.py",
+    "/pipelining/schedules.py",
+)
 
 
 def user_traceback(error: BaseException) -> str:
@@ -40,8 +47,14 @@ def user_traceback(error: BaseException) -> str:
     by_others = bool(formatted.stack) and not formatted.stack[-1].filename.startswith(_OURS)
     if in_a_cell or by_others:
         for link in links:
-            link.stack = traceback.StackSummary.from_list(f for f in link.stack if not f.filename.startswith(_OURS))
+            link.stack = traceback.StackSummary.from_list(f for f in link.stack if not _is_around(f, link.stack[-1]))
     return "".join(formatted.format())
+
+
+def _is_around(frame: traceback.FrameSummary, last: traceback.FrameSummary) -> bool:
+    """Whether a frame lies around the user's own lines and tells nothing of them."""
+    passes_on = frame is not last and frame.filename.replace("\\", "/").endswith(_PASS_ON)
+    return passes_on or frame.filename.startswith(_OURS)
 
 
 #: Longest sentence and longest traceback that are sent: both end up in a notebook, from each worker.

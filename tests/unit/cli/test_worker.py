@@ -38,7 +38,7 @@ def _rooms(monkeypatch: pytest.MonkeyPatch) -> dict[str, types.ModuleType]:
         monkeypatch.setitem(sys.modules, name, rooms[name])
     rooms["guava_nb.protocol.joincode"].JoinCode = Code  # type: ignore[attr-defined]
     rooms["guava_nb.telemetry.hardware"].visible_devices = lambda: ["cuda:0", "cuda:1"]  # type: ignore[attr-defined]
-    monkeypatch.setattr("guava_nb.systems.has_gpu_driver", lambda: True)
+    monkeypatch.setattr("guava_nb.processes.gpu_driver.has_gpu_driver", lambda: True)
     return rooms
 
 
@@ -92,7 +92,7 @@ def test_devices(_rooms: dict[str, types.ModuleType]) -> None:
 def test_a_gpu_without_a_driver_is_refused_before_torch_is_loaded(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("guava_nb.systems.has_gpu_driver", lambda: False)
+    monkeypatch.setattr("guava_nb.processes.gpu_driver.has_gpu_driver", lambda: False)
     monkeypatch.setitem(sys.modules, "guava_nb.worker.network_worker", None)  # what loads torch cannot be imported
     monkeypatch.setitem(sys.modules, "guava_nb.telemetry.hardware", None)
     assert main(["worker", "code", *words]) == 2

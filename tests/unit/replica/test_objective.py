@@ -163,6 +163,11 @@ def test_wrong_batches_and_results_are_named() -> None:
         objective("MSELoss")(identity(), (1, 2, 3), 1)
     with pytest.raises(ConfigError, match="needs tensors, the model returned a dict"):
         objective("MSELoss")(identity(), ({}, torch.zeros(1)), 1)
+    of_transformers = type("Output", (), {"logits": torch.zeros(2, 3, 5)})()
+    with pytest.raises(
+        ConfigError, match=r"needs tensors.*takes them apart: def loss.*outputs\.logits.*then --loss loss"
+    ):
+        objective("CrossEntropyLoss")(identity(), (of_transformers, torch.zeros(2, 3, dtype=torch.long)), 2)
     with pytest.raises(ConfigError, match=r"Tensor of shape \(2,\); return a scalar"):
         objective("f", f=lambda o, t: o)(identity(), (torch.zeros(2), torch.zeros(2)), 2)
     with pytest.raises(ConfigError, match="exactly one"):

@@ -32,3 +32,12 @@ def test_an_error_of_ours_keeps_its_frames() -> None:
     with pytest.raises(SourceError) as caught:
         resolve("Net", None)
     assert "cells.py" in user_traceback(caught.value)
+
+
+def test_frames_of_torch_that_only_pass_a_call_on_are_left_out() -> None:
+    text = "from torch import nn\nimport torch\nnet = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))\nnet(torch.zeros(1, 3))\n"
+    with pytest.raises(SourceError) as caught:
+        build_module([Cell("model", text)])
+    told = user_traceback(caught.value)
+    assert "<cell 'model'>" in told and "net(torch.zeros(1, 3))" in told and "linear.py" in told
+    assert "_call_impl" not in told and "container.py" not in told
