@@ -43,6 +43,31 @@ def halved(model: nn.Module, batch: Any) -> torch.Tensor:
     return (out - labels.to(out.dtype)).square().mean() + 0.02 * out.var(0).mean()
 
 
+class Held:
+    """A teacher in an object of the user's."""
+
+    def __init__(self) -> None:
+        self.parts = {"net": Net()}
+
+
+teacher, held = Net(), Held()
+named: nn.Module | None = None
+
+
+def taught(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Three ways to keep a teacher beside the model, each moved in each step."""
+    global named
+    if named is None:
+        named = Net()
+    x, wanted = batch[0], torch.zeros(())
+    for one in (teacher, held.parts["net"], named):
+        with torch.no_grad():
+            for mine, its in zip(one.parameters(), model.parameters(), strict=True):
+                mine.lerp_(its.to(mine.dtype), 0.1)
+        wanted = wanted + one(x.to(one.weight.dtype)).detach()
+    return (model(x) - wanted).square().mean()
+
+
 def mixed(batch: Any) -> Any:
     x, y = batch
     return 0.7 * x + 0.3 * x.flip(0), y
@@ -81,3 +106,15 @@ def test_what_is_augmented_is_cut_before_or_after_as_the_run_cuts_it(
 def test_a_rule_that_fits_a_buffer_of_zeros_alone_is_not_taken() -> None:
     finding = look(model="Averaging")
     assert (finding.outcome, finding.causes, finding.buffers, finding.fits) == ("differs", (), ("counts",), {})
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["made in the step", "there before"])
+def test_a_teacher_beside_the_model_is_put_back(is_new: bool) -> None:
+    global named
+    named = None if is_new else Net()
+    teachers = [teacher, held.parts["net"], *([] if named is None else [named])]
+    before = [parameter.detach().clone() for one in teachers for parameter in one.parameters()]
+    finding = look(step="taught")
+    after = [parameter for one in teachers for parameter in one.parameters()]
+    assert all(map(torch.equal, before, after)), "the run goes on with another teacher"
+    assert (named is None) == is_new and finding.outcome in ("same", "differs")
