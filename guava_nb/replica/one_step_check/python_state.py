@@ -337,7 +337,8 @@ def _of_globals(names: dict[str, Any], seen: set[int]) -> Iterator[_Owner]:
     for key, value in list(names.items()):
         if isinstance(value, nn.Module):
             for part_name, part in value.named_modules(prefix=f"{module}.{key}"):
-                yield _Owner(part_name, part._buffers, lambda key, value: value is not None and _is_small(value))
+                for tensors in (part._buffers, part._parameters):  # the step may move a teacher's
+                    yield _Owner(part_name, tensors, lambda key, value: value is not None and _is_small(value))
         elif getattr(type(value), "__module__", "") == module and _has_attributes(value) and _is_small(value):
             for kept in (vars(value) if hasattr(value, "__dict__") else {}, Slots(value)):
                 yield _Owner(f"{module}.{key}", kept, lambda key, value: True)
@@ -452,7 +453,7 @@ def _refilled(value: Any, saved: Any) -> Any:
     elif isinstance(value, list | deque):
         value.clear()
         value.extend(saved)
-    elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.shape == saved.shape:
+    elif isinstance(value, Tensor) and value.shape == saved.shape:
         with torch.no_grad():
             value.detach().copy_(saved)
     elif isinstance(value, np.ndarray) and value.shape == saved.shape and value.flags.writeable:

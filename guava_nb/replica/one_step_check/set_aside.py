@@ -11,12 +11,14 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.spec.factories import Resolve
@@ -171,14 +173,13 @@ def _twins_of(values: Iterable[Any]) -> dict[int, _Twin]:
 
 @contextlib.contextmanager
 def _numbers_kept(held: Iterable[Any]) -> Iterator[None]:
-    """Let tensors and arrays, also inside containers and as buffers of modules, have the same numbers after as before."""
+    """Let tensors and arrays, also inside containers, objects and modules, have the same numbers after as before."""
     tensors, arrays = dict[int, Tensor](), dict[int, np.ndarray[Any, Any]]()
     for value in held:
-        inside = value.values() if isinstance(value, dict) else value if type(value) in _CONTAINERS else [value]
-        for one in value.buffers() if isinstance(value, nn.Module) else list(inside):
+        for one in _numbers_in(value):
             if isinstance(one, np.ndarray) and one.size <= _MOST_NUMBERS and one.flags.writeable:
                 arrays[id(one)] = one
-            elif type(one) is Tensor and one.numel() <= _MOST_NUMBERS and not (one.requires_grad or one.is_inference()):
+            elif isinstance(one, Parameter) or _is_few(one):  # a teacher that the step moves has many
                 tensors[id(one)] = one
     kept = [(one, one._version, one.detach().clone()) for one in tensors.values()]
     copies = [(one, one.copy()) for one in arrays.values()]
@@ -191,6 +192,23 @@ def _numbers_kept(held: Iterable[Any]) -> Iterator[None]:
                     tensor.copy_(before)
         for array, content in copies:
             array[...] = content
+
+
+def _numbers_in(value: Any, depth: int = 3) -> Iterator[Any]:
+    """Tensors and arrays in a value: in containers and attributes of the user's objects, so many levels deep, and in modules."""
+    if isinstance(value, Tensor | np.ndarray):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from (*value.parameters(), *value.buffers())
+    elif depth and isinstance(value, dict | list | tuple | deque):
+        for one in list(value.values() if isinstance(value, dict) else value):
+            yield from _numbers_in(one, depth - 1)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, type | FunctionType | ModuleType):
+        yield from _numbers_in(vars(value) if is_own(_globals_of(type(value)) or {}) else (), depth - 1)
+
+
+def _is_few(one: Any) -> bool:
+    return type(one) is Tensor and one.numel() <= _MOST_NUMBERS and not (one.requires_grad or one.is_inference())
 
 
 def _holds_same(value: Any, content: Any) -> bool:

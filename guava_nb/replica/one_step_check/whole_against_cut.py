@@ -159,6 +159,9 @@ def _look(trial: Trial, whole: Pieces, pieces: Pieces, policies: str) -> Finding
     by_loss, by_gradient, parameter = differences(one, many)
     moved, again = trial.beside_norms(trial.moved_by(one, many)), functools.partial(trial.measure, pieces)
     buffers, fits = unlike_buffers(one, many, moved, policies, counted, again)
+    rules = ",".join([*(f"{name}={way}" for name, way in fits.items()), policies])
+    late = set(_unlike_later(trial, whole, pieces, one, moved, rules, counted) if moved else ()).difference(buffers)
+    buffers, fits = (*buffers, *sorted(late)), {name: way for name, way in fits.items() if name not in late}
     kept, goes_on = trial.kept_by(one, whole, pieces[:1])
     unlike = tuple(name for name in kept if trial.is_unlike(name, one, pieces))
     found = Finding(
@@ -171,6 +174,18 @@ def _look(trial: Trial, whole: Pieces, pieces: Pieces, policies: str) -> Finding
     if max(by_loss, by_gradient) > CLEAN:
         return replace(found, outcome="differs", causes=causes_of(trial, whole, pieces, one))
     return replace(found, outcome="differs") if found.buffers or unlike else found
+
+
+def _unlike_later(
+    trial: Trial, whole: Pieces, pieces: Pieces, one: Measured, names: Sequence[str], rules: str, counted: dict[str, bool]
+) -> list[str]:  # fmt: skip
+    """Return the buffers of these names that a second step leaves unlike: from zeros, several rules come to the same.
+
+    A moving average of counts, say, is added up right in the first step, and would lose its old value once for each piece after.
+    """
+    with trial.gone_on(one.buffers):
+        two, many = trial.measure(whole), trial.measure(pieces, policies=rules, counted=dict(counted))
+    return [name for name in names if name in two.buffers and is_unlike(two.buffers[name], many.buffers.get(name))]
 
 
 class Trial(Replica):
@@ -416,6 +431,17 @@ class Trial(Replica):
 
     def _followed(self) -> list[tuple[str, Tensor]]:
         return [*self.model.named_buffers(), *followed_parameters(self.model)]
+
+    @contextlib.contextmanager
+    def gone_on(self, buffers: Mapping[str, Tensor]) -> Iterator[None]:
+        """Begin with buffers as a step has left them, by name."""
+        first, self._first = self._first, {name: buffers.get(name, value) for name, value in self._first.items()}
+        self._start_over()
+        try:
+            yield
+        finally:
+            self._first = first
+            self._start_over()
 
     def _start_over(self) -> None:
         with torch.no_grad():

@@ -284,8 +284,8 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
     if TREATED in answer.causes:
         names = " and ".join(f"{name}=" for name in ("augment", "preprocess") if getattr(spec, name) is not None)
         yield (
-            f"{names} compares the samples of a batch, and a worker has its share only: let the collate function do that "
-            f"(collate_fn=), which has the whole batch, or {_ON_ONE}"
+            f"{names} compares the samples of a batch, and on each worker it sees its share only: let the collate function do "
+            f"that (collate_fn=), which has the whole batch, or {_ON_ONE}"
         )
     yield from _about_python(spec, question, answer)
     yield from _about_buffers(spec, answer)
