@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -11,11 +12,44 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ask_to_end", "own_group", "put_in_place", "remove"]
+from guava_nb.errors import ConfigError
+
+__all__ = ["ask_to_end", "check_device", "has_gpu_driver", "own_group", "put_in_place", "remove"]
+
+#: What CUDA's driver is called where it is installed; ROCm, which torch calls cuda too, has a device file instead.
+_DRIVERS, _ROCM = ("libcuda.so.1", "nvcuda.dll"), Path("/dev/kfd")
 
 #: On Windows a file that any program has open can neither be replaced nor removed: a reader, or a scan for viruses, ends soon.
 PATIENCE_S = 2.0
 _LOOK_S = 0.02
+
+
+def has_gpu_driver() -> bool:
+    """Whether a driver is installed through which torch could find a GPU of CUDA or ROCm; loads no torch."""
+    for name in _DRIVERS:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(name)
+            return True
+    return _ROCM.exists()
+
+
+def check_device(wanted: str) -> None:
+    """Refuse at once what torch, which takes seconds to load, would refuse too; what is left is torch's to judge.
+
+    Args:
+        wanted: "auto", "cpu", "cuda", "cuda:1", "mps", or a GPU's number.
+
+    Raises:
+        ConfigError: it is a GPU, and no driver of one is here, or it is no name of a device.
+    """
+    kind = "cuda" if wanted.isdigit() else wanted.partition(":")[0]
+    if kind.lower() in ("gpu", "nvidia", "cuda") and kind != "cuda":
+        raise ConfigError(f"device {wanted!r} is not a torch device; a GPU is called cuda, or cuda:1 by its number")
+    if kind == "cuda" and not has_gpu_driver():
+        raise ConfigError(
+            f"device {wanted!r} is not here: this machine has no driver of a GPU (in Colab: Runtime > Change runtime type); "
+            "cpu works everywhere, auto takes what is here"
+        )
 
 
 def own_group(**creationflags: bool) -> dict[str, Any]:

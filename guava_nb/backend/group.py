@@ -61,7 +61,7 @@ def all_reduce_sparse(allgather: AllGather, tensor: torch.Tensor, reduction: str
 
     Args:
         allgather: of the group.
-        tensor: of this rank; the sum afterwards.
+        tensor: of this rank, of any shape that all have; the sum afterwards.
         reduction: its name; only "sum" can be made.
         size: ranks of the group.
 
@@ -301,7 +301,7 @@ class GuavaGroup(dist.ProcessGroup):
         return works[0] if len(works) == 1 else JointWork(works)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
-        """Reduce one tensor and give each rank an equal part of the result."""
+        """Reduce one tensor, `[world * n, ...]`, and give each rank an equal part of the result, `[n, ...]`."""
         op = _op_of(opts)
         given = _scaled(op, tensor.clone()) if op == dist.ReduceOp.PREMUL_SUM else tensor
         reduction = _reduction("reduce_scatter", op, output)
@@ -335,7 +335,7 @@ class GuavaGroup(dist.ProcessGroup):
         return works[0] if len(works) == 1 else JointWork(works)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
-        """Everyone's tensor, everywhere, into one tensor."""
+        """The tensor of each rank, `[n, ...]`, everywhere, into one tensor, `[world * n, ...]`."""
         return self._start(collectives.all_gather(self._place(opts), output, tensor, [output]))
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
@@ -375,7 +375,7 @@ class GuavaGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, output_rows: Any, input_rows: Any, opts: Any = None
     ) -> Work:
-        """A part from each to each, of one tensor into one."""
+        """A part from each to each, of one tensor into one: `[rows, ...]`, cut into those rows, or into equal parts."""
         dtype = output.dtype
         to, given = (output, list(output_rows or ())), (tensor, list(input_rows or ()))
         return self._start(collectives.all_to_all(self._place(opts), to, given, [output], dtype))

@@ -1,6 +1,7 @@
 """Finds out that a thread stays blocked in a process group that was given up.
 
-gloo misses the end of its connections where it sends in the same moment, and then waits for its time limit of half an hour.
+gloo forgets what it was to send where a connection breaks between its reading of the peer's word and its answer, and then waits
+for its time limit of half an hour.
 Nothing in the process frees that thread, so another process must take its place. A loop that computes is left alone, however
 long it takes: what counts is that it stands inside a group's operation.
 """

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from html import escape
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from guava_nb.cluster.session_status import ShownStatus
 from guava_nb.errors import ConfigError
@@ -200,13 +200,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(_Until(self.connection, time.monotonic() + _REQUEST_S))
 
     def do_GET(self) -> None:
-        page, url = self.server.page, urlsplit(self.path)
-        given = parse_qs(url.query).get("token", [""])[0]
+        page, (path, _, query) = self.server.page, self.path.partition("?")  # urlsplit raises for what is no address
+        given = parse_qs(query).get("token", [""])[0]
         if not hmac.compare_digest(given.encode(), page.token.encode()):
             self._answer(403, "the address needs its token: open the one that guava status --web wrote\n", "text/plain")
-        elif url.path == "/panel":
+        elif path == "/panel":
             self._answer(200, page.panel(), "text/html")
-        elif url.path == "/":
+        elif path == "/":
             nonce = secrets.token_urlsafe(8)
             html = _PAGE.replace("NONCE", nonce).replace("PANEL", page.panel())
             self._answer(200, html, "text/html", nonce)

@@ -18,6 +18,7 @@ from guava_nb.errors import ConfigError
 from guava_nb.launchers.task_place import TaskPlace, task_place
 from guava_nb.processes.interrupts import interrupts_counted
 from guava_nb.render import redact, to_text, worker_view
+from guava_nb.systems import check_device
 
 if TYPE_CHECKING:
     from guava_nb.processes.local_workers import WorkerHandle, WorkerState
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--listen waits to be dialled, so it takes no join code: leave one of the two out")
     if args.code and args.join_file:
         raise ConfigError("a join code and --join-file were given: leave one of the two out")
+    check_device("cuda" if args.gpus not in (None, "auto") else args.device)
     _end_as_process_1()
     file = JoinFile(args.join_file, args.end_with_input) if args.join_file else None
     code = None if args.listen else read_code(file.first() if file else args.code, os.environ, ask_for_code)

@@ -121,7 +121,7 @@ def tensor_from(dtype: str, shape: Sequence[int], view: Any, offset: int = 0) ->
 
 
 def axes_in_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return a tensor's axes from the outermost in memory to the innermost; None where that is their own order.
+    """Return the axes of a tensor of any shape from the outermost in memory to the innermost; None where that is their own order.
 
     Tells `channels_last` and transposed tensors, of which one without elements counts too. Gaps between elements do not.
     """
@@ -133,7 +133,7 @@ def axes_in_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def unpermuted(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Return the view whose `permute(order)` is this tensor.
+    """Return the view whose `permute(order)` is this tensor, which may be of any shape.
 
     Raises:
         ValueError: these are not all of its axes, each once.
@@ -144,7 +144,7 @@ def unpermuted(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 
 def laid_out(tensor: torch.Tensor, order: Sequence[int] | None) -> torch.Tensor:
-    """Return a tensor with the same elements whose axes lie in memory in this order; None: as it is."""
+    """Return a tensor of any shape with its axes in memory in this order, the elements the same; None: as it is."""
     return tensor if order is None else unpermuted(tensor.permute(tuple(order)).contiguous(), order)
 
 

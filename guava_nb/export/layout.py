@@ -214,7 +214,7 @@ def classes_are_last(model: nn.Module, inputs: torch.Tensor, targets: Sequence[i
 
     Args:
         model: as workers build it.
-        inputs: a row of zeros.
+        inputs: a row of zeros, `[1, ...]`.
         targets: shape of a batch's targets.
 
     Raises:

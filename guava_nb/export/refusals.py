@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from torch import nn
+from torch import nn, optim
 from torch.optim import lr_scheduler
 
 from guava_nb.errors import ConfigError
@@ -68,7 +68,10 @@ def _of_the_run(spec: RunSpec) -> Iterator[str]:
 def _of_the_optimizer(facts: ExportFacts) -> Iterator[str]:
     parallel = facts.spec.parallel
     is_made_anew = parallel is not None and parallel.zero_stage == 1 and parallel.dp > 1
-    if is_made_anew and any(".register_step_p" in cell.text for cell in facts.cells):
+    is_own = not hasattr(
+        optim, facts.spec.optimizer.name
+    )  # else no shared cell makes it, and none has hooks on its steps
+    if is_made_anew and is_own and any(".register_step_p" in cell.text for cell in facts.cells):
         yield (
             "torch's ZeroRedundancyOptimizer makes the optimizer anew, without the hooks that a cell registers on its steps: "
             "use data mode, or --zero 2"

@@ -134,7 +134,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 def looks_like_bytes(tensor: Tensor) -> bool:
     """Whether floats are evenly spaced steps, 256 of them at most in each channel: images divided by 255, or normalised.
 
-    The channel of a tensor of four axes is the second one; all other tensors have one.
+    A tensor of four axes is `[rows, channels, height, width]`; all others, of any shape, have one channel.
     """
     if tensor.dtype not in (torch.float32, torch.float64) or tensor.layout is not torch.strided:
         return False

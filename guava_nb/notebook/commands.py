@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 
 from guava_nb.config import MODES, SCHEDULES, DistributedConfig
 from guava_nb.notebook.line_options import (
-    NOT_OF_A_RUN,
     Command,
     Option,
     byte_size,
@@ -27,6 +26,17 @@ from guava_nb.spec.training_options import LOSSES, Kind, OptionInfo, TrainingOpt
 
 __all__ = ["COMMANDS", "run_options"]
 
+#: What other programs call these modes.
+_OTHER_MODE_NAMES = {
+    **dict.fromkeys(("ddp", "dp", "dataparallel", "distributeddataparallel"), "data"),
+    **dict.fromkeys(("fsdp", "fsdp2", "zero3", "zero-3"), "zero --zero 3"),
+    "zero1": "zero --zero 1",
+    "zero2": "zero --zero 2",
+    "deepspeed": "zero",
+    **dict.fromkeys(("pp", "stages", "gpipe"), "pipeline"),
+    **dict.fromkeys(("tp", "megatron"), "tensor"),
+    **dict.fromkeys(("3d", "2d"), "hybrid"),
+}
 _DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps")
 
 
@@ -226,7 +236,7 @@ MODE = Command(
             "mode",
             nargs="?",
             metavar="MODE",
-            type=choice(*MODES),
+            type=choice(*MODES, also=_OTHER_MODE_NAMES),
             complete=MODES,
             help="data: whole model on each worker, a part of each batch; pipeline: some layers on each worker; tensor: a part "
             "of each layer on each worker; zero: data, but optimizer state (and more) is shared out; hybrid: several axes",
@@ -336,7 +346,6 @@ TRAIN = Command(
     ),
     "%guava_train --model Net --loss CrossEntropyLoss --data train --val test --epochs 3 --optimizer AdamW --lr 1e-3",
     one_of=("loss", "step"),
-    elsewhere=NOT_OF_A_RUN,
 )
 VALIDATE = Command(
     "guava_validate",
@@ -348,7 +357,7 @@ VALIDATE = Command(
         *_MODEL,
         _BATCH,
     ),
-    "%guava_validate --data test --metrics top5,f1",
+    "%guava_validate --data test",
 )
 PREDICT = Command(
     "guava_predict",
@@ -425,7 +434,6 @@ ENERGY = Command(
         option("--price-per-kwh", metavar="P", type=number, help="price of a kWh, in any currency"),
     ),
     "%guava_energy --grams-per-kwh 380 --price-per-kwh 0.30",
-    elsewhere={"--flops": "%guava_train", "--tokens": "%guava_train"},
 )
 LOG = Command(
     "guava_log",

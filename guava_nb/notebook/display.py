@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import sys
 from collections.abc import Mapping
+from html import escape
 from typing import Any, cast
 
 from IPython.core.error import UsageError
@@ -20,7 +22,22 @@ from guava_nb.notebook.line_words import near
 from guava_nb.notebook.settings import UI_NAMES, settings_of
 from guava_nb.render import View, redact, to_html, to_text
 
-__all__ = ["UI_NAMES", "ask_hidden", "can_ask", "cell_number", "choose_ui", "say", "show", "show_bundle", "show_png"]
+__all__ = [
+    "UI_NAMES",
+    "ask_hidden",
+    "can_ask",
+    "cell_number",
+    "choose_ui",
+    "say",
+    "show",
+    "show_bundle",
+    "show_help",
+    "show_png",
+]
+
+
+#: An option in a line of usage, which is not broken at its hyphens.
+_BRACKETED = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]")
 
 
 def choose_ui(shell: object, environ: Mapping[str, str] = os.environ, stdout: object | None = None) -> str:
@@ -81,6 +98,35 @@ def show_bundle(text: str, html: str, *, secret: bool = False) -> None:
         display(cast(Any, {"text/plain": text, "text/html": html}), raw=True)
     except Exception as fault:  # a broken display must not hide the answer
         say(f"{text}\n(shown as text: {type(fault).__name__}: {fault})", secret=secret)
+
+
+def show_help(text: str, unbroken: str, ui: str) -> None:
+    """Show a magic's help; a page breaks the lines itself, as wide as it is.
+
+    Args:
+        text: of lines that fit a terminal.
+        unbroken: the same, each option and sentence on one line; what is indented far goes on with the line above it.
+        ui: one of `UI_NAMES`.
+    """
+    if ui in ("text", "none"):
+        say(text)
+        return
+    lines = re.sub(r"\n {8,}", "  ", unbroken).split("\n")
+    show_bundle(text, f'<div style="font-size:13px;line-height:1.45">{"".join(map(_help_line, lines))}</div>')
+
+
+def _help_line(line: str) -> str:
+    if not line.strip():
+        return '<div style="height:.6em"></div>'
+    words, _, told = line.strip().partition("  ")
+    if line.startswith("  "):  # an option: its name, and what it does
+        shown = f"<b><code>{escape(words)}</code></b> {escape(told.strip())}"
+    else:
+        head, colon, rest = line.partition(": ")
+        is_code = head in ("usage", "example") and colon
+        whole = _BRACKETED.sub(r'<span style="white-space:nowrap">\g<0></span>', escape(rest))
+        shown = f"{head}: <code>{whole}</code>" if is_code else escape(line)
+    return f'<div style="padding-left:2em;text-indent:-2em;overflow-wrap:break-word">{shown}</div>'
 
 
 def show_png(png: bytes, text: str) -> None:

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
@@ -23,7 +24,6 @@ from guava_nb.render import redact
 from guava_nb.spec.training_options import MEASURED
 
 __all__ = [
-    "NOT_OF_A_RUN",
     "Command",
     "Offers",
     "Option",
@@ -43,15 +43,15 @@ __all__ = [
 
 #: Kinds of words that tab offers, each with what gives those that begin in some way.
 Offers = Mapping[str, Callable[[str], list[str]]]
-#: What is looked for among the options of a run, and where it is.
-NOT_OF_A_RUN = {
-    **dict.fromkeys(("--batch-size", "--shuffle", "--num-workers"), "the DataLoader"),
-    **dict.fromkeys(("--dp", "--pp", "--tp", "--zero", "--micro-batches", "--path"), "%guava_mode"),
-    **dict.fromkeys(("--workers", "--local", "--tunnel", "--on"), "%guava_up"),
-    "--mode": "no magic: %guava_mode pipeline chooses one for the runs that follow",
-    "--device": "%guava_worker",
-    "--amp": "no magic: --precision bf16 does it",
+#: What is looked for among the options of a line and is no option of any, with where it is.
+_NO_OPTION = {
+    **dict.fromkeys(("--batch-size", "--shuffle", "--num-workers"), "an option of the DataLoader"),
+    "--mode": "an option of no magic: %guava_mode pipeline chooses one for the runs that follow",
+    "--amp": "an option of no magic: --precision bf16 does it",
 }
+#: The magics that have an option, by its name, so that one on a wrong line is told where it belongs.
+_HOMES: dict[str, list[str]] = {}
+_HOMES_NAMED = 3  # more would hide the sentence
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ class Command:
     """A magic's name, what it does, its arguments, and groups of which exactly one must be given.
 
     `code_to` names the argument that takes a pasted join code, if there is one; `rest_to` the one that takes the first word
-    that is no option, and all that follows: a program and its own command line; `elsewhere` options that another magic has and
-    that are looked for here.
+    that is no option, and all that follows: a program and its own command line.
     """
 
     name: str
@@ -91,7 +90,11 @@ class Command:
     sign: str = "%"
     code_to: str = ""
     rest_to: str = ""
-    elsewhere: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for entry in self.options:
+            for name in entry.flags:
+                _HOMES.setdefault(name, []).append(f"{self.sign}{self.name}")
 
     def parse(self, line: str, namespace: Mapping[str, Any]) -> argparse.Namespace | None:
         """Read a line; None means that help was asked for.
@@ -125,9 +128,9 @@ class Command:
             return words, []
         return words[:at], words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:]
 
-    def help(self) -> str:
-        """Usage, options and an example as text."""
-        return self._parser().format_help().rstrip()
+    def help(self, width: int = 100) -> str:
+        """Usage, options and an example as text, in lines of so many characters."""
+        return self._parser(width).format_help().rstrip()
 
     def flags(self) -> tuple[str, ...]:
         """Every option's names."""
@@ -157,8 +160,8 @@ class Command:
         for text in words:
             name = text.split("=", 1)[0]
             is_option = name.startswith("--") or (name.startswith("-") and name[1:2].isalpha())
-            if name in self.elsewhere:
-                raise UsageError(f"{self.sign}{self.name}: {name} is an option of {self.elsewhere[name]}")
+            if name not in known and (home := _home(name)):
+                raise UsageError(f"{self.sign}{self.name}: {name} is {home}")
             if re.match(r"-\.?\d", text) and not _is_number(text):  # argparse would say that nothing was given
                 raise UsageError(f"{self.sign}{self.name}: {text} begins with a minus, and can be no value here")
             if is_option and name not in known:
@@ -170,12 +173,12 @@ class Command:
             names = " or ".join(f"--{name}" for name in self.one_of)
             parser.error(f"give {'one of ' if not given else 'only one of '}{names}")
 
-    def _parser(self) -> argparse.ArgumentParser:
+    def _parser(self, width: int = 100) -> argparse.ArgumentParser:
         parser = _Parser(
             prog=f"{self.sign}{self.name}",
             description=self.summary,
             epilog=f"example: {self.example}" if self.example else None,
-            formatter_class=_Formatter,
+            formatter_class=partial(_Formatter, width=width),
             add_help=False,
             allow_abbrev=False,
         )
@@ -200,8 +203,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str, **settings: Any) -> None:
-        settings["width"] = 100  # a cell's width has nothing to do with the terminal the kernel came from
+    def __init__(self, prog: str, width: int, **settings: Any) -> None:
+        settings["width"] = width  # a cell's width has nothing to do with the terminal the kernel came from
         super().__init__(prog, **settings)
 
 
@@ -222,6 +225,15 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+def _home(name: str) -> str:
+    """Where an option belongs, for a line that does not have it; "" where no magic has it."""
+    if name in _NO_OPTION:
+        return _NO_OPTION[name]
+    homes = _HOMES.get(name, []) if name.startswith("--") else []
+    others = ", ..." if len(homes) > _HOMES_NAMED else ""
+    return f"an option of {', '.join(homes[:_HOMES_NAMED])}{others}" if homes else ""
+
+
 def option(*flags: str, complete: tuple[str, ...] = (), **settings: Any) -> Option:
     """An option with one value."""
     return Option(flags, {"action": _Once, **settings}, complete)
@@ -237,12 +249,14 @@ def word(name: str, *, complete: tuple[str, ...] = (), **settings: Any) -> Optio
     return Option((name,), settings, complete)
 
 
-def choice(*names: str, what: str = "") -> Callable[[str], str]:
-    """A type that takes one of `names` and proposes the nearest."""
+def choice(*names: str, also: Mapping[str, str] | None = None) -> Callable[[str], str]:
+    """A type that takes one of `names` and proposes the nearest; `also`: what other words mean, in lower case."""
 
     def parse(text: str) -> str:
         if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}{near(text, names)}")
+            known = (also or {}).get(text.lower())
+            hint = f"; did you mean {known}?" if known else near(text.lower(), names)
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}{hint}")
         return text
 
     return parse

@@ -18,7 +18,7 @@ from guava_nb.launchers import launcher_names
 from guava_nb.notebook import commands
 from guava_nb.notebook.background.background import Background
 from guava_nb.notebook.completion import files, install_completion, loaders, names, remove_completion
-from guava_nb.notebook.display import choose_ui, say, show, show_png
+from guava_nb.notebook.display import choose_ui, say, show, show_help, show_png
 from guava_nb.notebook.doctor import doctor_report
 from guava_nb.notebook.formatters import ObjectViews
 from guava_nb.notebook.host import detect_host
@@ -39,6 +39,7 @@ __all__ = ["GuavaMagics", "load", "unload"]
 
 #: What to do where the time of a panel stands still: the page was closed, or loaded anew. The cell that trains blocks others.
 _OTHER_WAY = "if this time stands still: guava status --follow (or --web) in a terminal shows the run live"
+_UNBROKEN = 1000  # characters of a line of help that a page breaks itself
 _AGAIN = "if this time stands still: run %guava_status --follow"
 
 
@@ -52,7 +53,7 @@ def _command(command: Command) -> Callable[[Callable[..., Any]], Callable[..., A
             try:
                 args = command.parse(line, self.shell.user_ns)
                 if args is None:
-                    return say(command.help())
+                    return show_help(command.help(), command.help(_UNBROKEN), choose_ui(self.shell))
                 if self.background.takes(command.name, args):
                     value = self.background.magic(self, command.name, args, cell)
                 else:
@@ -129,7 +130,7 @@ class GuavaMagics(Magics):
             return
         say(f"Cell {name} is shared{'' if self.session.is_open else ' as soon as %guava_up opens a session'}.")
         for sentence in self.session.cells.undefined(name):
-            say(f"A model or a loss that uses it cannot be trained yet: {sentence}.")
+            say(f"Not all that is shared can be trained yet: {sentence}.")
 
     @line_cell_magic
     @_command(commands.PX)
@@ -259,9 +260,15 @@ class GuavaMagics(Magics):
     @_command(commands.SAVE)
     def guava_save(self, args: argparse.Namespace) -> None:
         """Write a checkpoint."""
-        path = self.session.save(args.path)
+        path, run = self.session.save(args.path), self.session.newest_run_or_none()
+        whose = (
+            ""
+            if run is None
+            else f" of {dict(run.status().settings).get('model', 'the model')}, as {run.run_id} left it,"
+        )
         say(
-            f"Saved {_size(path)} to {path}. Plain PyTorch reads it: torch.load({str(path)!r}, weights_only=True)['model']"
+            f"Saved {_size(path)}{whose} to {path}. "
+            f"Plain PyTorch reads it: torch.load({str(path)!r}, weights_only=True)['model']"
         )
 
     @line_magic

@@ -108,6 +108,7 @@ class NotebookSession:
             if listens:
                 orchestrator.open(args.tunnel, ask)
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
+            self._apply_mode()  # one that was chosen before, which the panel shows from now on
             notes += goes_on_notes(orchestrator, args.local or 0)
             notes += self.cells.share_all(orchestrator)
         elif self.has_code or args.tunnel:  # a tunnel that is down is started, or another one
@@ -217,7 +218,11 @@ class NotebookSession:
         self._apply_mode()
         here = sum(worker.state in ("ready", "working") for worker in self._orchestrator.status().workers)
         local = 0 if self._local is None else len(self._local)
-        return mode_sentence(self._orchestrator.config, here or None, self._mode.get("mode"), local)
+        run = self._orchestrator.run if chosen else None
+        sentence = mode_sentence(self._orchestrator.config, here or None, self._mode.get("mode"), local)
+        if run is None or run.done:
+            return sentence
+        return f"{sentence} This holds from the next run on; {run.run_id} goes on as it began."
 
     def _apply_mode(self) -> None:
         if self._mode:
@@ -304,9 +309,7 @@ class NotebookSession:
         """
         self._need_session()
         if (run := self.newest_run_or_none()) is None:
-            raise UsageError(
-                "no run was started in this session yet: %guava_train starts one, and its energy is measured"
-            )
+            raise UsageError("no run was started in this session yet: %guava_train starts one")
         return run
 
     def save(self, path: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import builtins
 import inspect
 import keyword
 import re
@@ -42,6 +43,11 @@ def resolve(expression: str, namespace: Mapping[str, Any], option: str) -> Any:
     except Exception as error:
         if isinstance(error, NameError) and is_background() and str(error.name) in expression:
             raise UsageError(f"{option} {expression}: {no_variable(str(error.name), namespace)}") from None
+        if isinstance(error, SyntaxError):
+            raise UsageError(
+                f"{option} {expression}: this is no expression of Python; put the value into a variable and name that: "
+                f"value = ..., then {option} value"
+            ) from None
         raise UsageError(f"{option} {expression}: {type(error).__name__}: {error}") from None
 
 
@@ -56,8 +62,10 @@ def check_variable(name: str | None, option: str) -> None:
     """Refuse what cannot be the name of a variable; None is no name at all.
 
     Raises:
-        UsageError: it is no name, or one of the language's own words.
+        UsageError: it is no name, one of the language's own words, or a function or class that Python itself gives.
     """
+    if name is not None and hasattr(builtins, name):
+        raise UsageError(f"{option} {name}: this would hide Python's own {name} in this notebook; give another name")
     if name is not None and (not name.isidentifier() or keyword.iskeyword(name)):
         raise UsageError(
             f"{option} {name}: a variable cannot be called so; give a name of letters, digits and _ that is no word of Python"

@@ -20,12 +20,14 @@ from guava_nb.config.state_folder import state_folder
 from guava_nb.config.units import show_bytes
 from guava_nb.doctor.memory import WORKER_BYTES, Memory, check_room_for, memory_here
 from guava_nb.errors import AuthenticationError, ClusterError, ConfigError, LinkBroken, LinkTimeout
+from guava_nb.launchers.registry import make_launcher
 from guava_nb.link.handshake import try_way
 from guava_nb.link.options import LinkOptions
 from guava_nb.notebook.display import say
 from guava_nb.notebook.host import Host, binder_rule, is_loopback
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.spec.loading import half_loaded_text, loading_without_collections
+from guava_nb.systems import check_device
 from guava_nb.tunnels.registry import make_tunnel
 from guava_nb.tunnels.tokens import find_token
 
@@ -127,9 +129,11 @@ def start_worker(code: str, device: str, name: str | None) -> Any:
 
     Raises:
         ClusterError: no listener is there, or that of another session.
+        ConfigError: the device is not here.
         GuavaError: as for `new_orchestrator`.
     """
     _check_whole()
+    check_device(device)
     try:
         with contextlib.suppress(LinkTimeout):  # slow, or gone: the worker is more patient
             try_way(JoinCode.decode(code), LinkOptions(connect_timeout_s=TRY_S), TRY_S)
@@ -162,6 +166,8 @@ def orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:
             f"--local {args.local} starts more workers than --workers {args.workers} expects: give --workers {args.local}, "
             "or leave it out"
         )
+    if args.on:
+        make_launcher(args.on)  # refuses what it cannot do with before a session is opened for it
     given = {
         "master_ip": args.host,
         "master_port": args.port,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -138,7 +138,11 @@ def _generate(
     try:
         with _progress_on(panel, "generating", "generated", look_at_both, unit="prompt") as progress:
             found = orchestrator.generate(
-                prompts, on_done=stream.end, on_tokens=stream.add, progress=progress, **chosen
+                prompts,
+                on_done=stream.end,
+                on_tokens=stream.add,
+                progress=lambda count, _: progress(count, len(shown) if isinstance(shown, Sized) else None),
+                **chosen,
             )
     finally:
         stream.break_line()
@@ -177,6 +181,7 @@ def _progress_on(
         unit: what is counted.
     """
     last: list[tuple[int, int | None]] = []
+    title, told = f"not {done}", tuple[str, ...]()
 
     def draw(count: int, total: int | None) -> None:
         look()
@@ -185,10 +190,14 @@ def _progress_on(
 
     try:
         yield draw
-        if last:  # what it drew must not stay as it was
-            count, total = last[0]
-            panel.finish(lambda: (View(done, ", ".join((_headline(count, total, unit), *figures))), ()))
+        title, told = done, tuple(figures)
+    except KeyboardInterrupt:
+        title = "interrupted"
+        raise
     finally:
+        if last:  # what it drew must not stay as it was, in a stored notebook either
+            count, total = last[0]
+            panel.finish(lambda: (View(title, ", ".join((_headline(count, total, unit), *told))), ()))
         panel.close()
 
 

@@ -6,6 +6,7 @@ has never heard of.
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ __all__ = ["explained", "explaining_stages"]
 
 #: Where the autograd functions of spread layers are called.
 _HERE = Path(__file__).parent
+#: IndexErrors that torch raises where labels or words do not fit the model.
+_OF_A_BATCH = re.compile(r"^Target -?\d+ is out of bounds|index out of range in self")
 _TORCHS_OWN = Path(torch.distributed.__file__).parent
 
 
@@ -88,8 +91,13 @@ def explaining_stages(stage: int, stages: int) -> Iterator[None]:
 
 
 def _is_missing(error: BaseException) -> bool:
+    """Whether something is not there that another stage may keep; a batch that does not fit is wrong in every mode."""
+    if isinstance(error, AttributeError):
+        return not isinstance(error.obj, str | int | float | list | tuple | torch.Tensor)
+    if isinstance(error, IndexError):
+        return not _OF_A_BATCH.search(str(error))
     is_none = isinstance(error, TypeError) and "NoneType" in str(error)
-    return is_none or isinstance(error, KeyError | IndexError | AttributeError)
+    return is_none or isinstance(error, KeyError)
 
 
 def _called_by_spread_layer(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ Colours are the page's own: greys are half transparent, text inherits. Everythin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -29,6 +30,9 @@ _LONG_CELL, _LONG_WORD = 40, 30  # characters
 _NARROW = 46
 #: Lines that a cell of words takes at most.
 _MOST_LINES = 3
+#: The blank between a figure and its unit; an option of a command.
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|(?:[kMGT]i?)?B(?:/s)?|[mµn]?s|min|h|[kM]?(?:J|Wh)|W|samples/s)(?![\w/]))")
+_OPTION = re.compile(r"(?<!\S)--[a-z][\w-]*")
 _BAR = "rgba(70,140,90,.85)"
 
 
@@ -64,9 +68,9 @@ def to_html(
         charts = charts or Charts()
         parts.append(charts_html(charts_of(view.curve, charts.scales), charts.smoothing))
     parts += [table_html(table) for table in view.tables if table.rows]
-    parts += [f'<div style="opacity:.8">{_safe(note)}</div>' for note in view.notes]
+    parts += [f'<div style="opacity:.8">{_whole_figures(_safe(note))}</div>' for note in view.notes]
     parts += [lines_html(lines)] if lines else []
-    parts += [f'<div style="opacity:.6;margin-top:2px">{_safe(as_of)}</div>'] if as_of else []
+    parts += [f'<div style="opacity:.6;margin-top:2px">{_whole_figures(_safe(as_of))}</div>'] if as_of else []
     return f'<div style="font-size:13px;line-height:1.45">{"".join(parts)}</div>'
 
 
@@ -134,7 +138,7 @@ def _row(cells: Sequence[str], right: Sequence[bool], faint: bool) -> str:
     style = f' style="{_RULE}{";opacity:.5" if faint else ""}"'
     columns = right or [False] * len(cells)
     made = "".join(
-        f'<td style="{_CELL}{_RIGHT if figure else _LEFT}{_wrapping(cell, number == 0)}">{_safe(cell)}</td>'
+        f'<td style="{_CELL}{_RIGHT if figure else _LEFT}{_wrapping(cell, number == 0)}">{_whole_figures(_safe(cell))}</td>'
         for number, (cell, figure) in enumerate(zip(cells, columns, strict=True))
     )
     return f"<tr{style}>{made}</tr>"
@@ -175,3 +179,9 @@ def _bar(progress: Progress) -> str:
 
 def _safe(text: str) -> str:
     return escape(redact(text))
+
+
+def _whole_figures(html: str) -> str:
+    """Keep a figure and its unit, and an option's two hyphens, on one line where a cell or a sentence wraps."""
+    html = _UNIT.sub("\N{NO-BREAK SPACE}", html)
+    return _OPTION.sub(r'<span style="white-space:nowrap">\g<0></span>', html)

@@ -44,7 +44,7 @@ def awaited_workers(workers: Sequence[WorkerStatus]) -> str:
 
 def session_view(status: Status) -> View:
     """A whole session: where it listens, who is there, what runs. Never the join code."""
-    facts = [("mode", status.mode), ("workers", f"{ready_workers(status)} ready of {status.expected_workers} expected")]
+    facts = [("mode", _mode(status)), ("workers", _ready_of_expected(status))]
     facts += [("tunnel", status.tunnel)] if status.tunnel else []
     facts += [("shared cells", ", ".join(status.cells))] if status.cells else []
     facts += [("diary", status.diary)] if status.diary else []
@@ -67,6 +67,19 @@ def session_view(status: Status) -> View:
     epochs = () if run is None else run.epochs[-_EPOCHS:]
     tables = (Table((), tuple(facts)), epoch_table(epochs), glance(there), traffic(there))
     return View("session", headline, None, tables, (*worker_notes(there, notes), *notes))
+
+
+def _mode(status: Status) -> str:
+    """The mode that is chosen; where a run in another one goes on, both."""
+    run = status.run
+    if run is None or run.state not in (*_AT_WORK, "waiting") or run.mode == status.mode:
+        return status.mode
+    return f"{run.mode}; {status.mode} from the next run on"
+
+
+def _ready_of_expected(status: Status) -> str:
+    ready, expected = ready_workers(status), status.expected_workers
+    return f"{ready} ready{',' if ready > expected else ' of'} {expected} expected"
 
 
 def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
@@ -101,10 +114,9 @@ def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: 
         workers: of the session.
         notices: sentences of the session, oldest first.
     """
-    average = run.samples / run.elapsed_s if run.samples and run.elapsed_s else None
     facts: list[tuple[str, str]] = [
         ("steps", f"{_steps(run)}, {run.samples} samples"),
-        ("time", f"{show_seconds(run.elapsed_s)}{_from_to(run)}, {show_rate(average, 'samples')}"),
+        ("time", f"{show_seconds(run.elapsed_s)}{_from_to(run)}, {show_rate(_average_rate(run), 'samples')}"),
         ("loss", _loss_path(run)),
     ]
     facts += [("validation", _validation(run.val[-1]))] if run.val else []
@@ -183,10 +195,18 @@ def _headline(run: RunStatus, workers: Sequence[WorkerStatus] = ()) -> str:
     parts += [f"loss {show_float(run.loss)}"] if run.loss is not None else []
     parts += [f"val {_validation(run.val[-1])}"] if run.val else []
     waits = bool(awaited) or run.waits_s is not None
-    parts += [show_rate(run.samples_per_s, "samples")] if run.samples_per_s is not None and not waits else []
+    rate = (
+        run.samples_per_s if run.state in _AT_WORK else _average_rate(run)
+    )  # its end is no speed, and the summary's is
+    parts += [show_rate(rate, "samples")] if rate is not None and not waits else []
     left_s = None if waits else _left_s(run)
     parts += [f"{show_seconds(max(1, round(left_s)))} left"] if left_s is not None else []
     return ", ".join(parts)
+
+
+def _average_rate(run: RunStatus) -> float | None:
+    """Samples a second from start to end; None where there were none."""
+    return run.samples / run.elapsed_s if run.samples and run.elapsed_s else None
 
 
 def _left_s(run: RunStatus) -> float | None:

@@ -39,7 +39,10 @@ def is_there(worker: WorkerStatus) -> bool:
 
 
 def by_name(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:
-    """One worker for each name: one that was lost and came back is one, with what it did before and since."""
+    """One worker for each name, in the order of names, so that rows keep their places whoever joins first.
+
+    One that was lost and came back is one, with what it did before and since.
+    """
     named: dict[str, WorkerStatus] = {}
     for worker in workers:
         before = named.get(worker.name)
@@ -55,7 +58,12 @@ def by_name(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:
             in_bytes=before.in_bytes + worker.in_bytes,
             joules=sum(joules) if joules else None,
         )
-    return list(named.values())
+    return sorted(named.values(), key=_natural)
+
+
+def _natural(worker: WorkerStatus) -> list[tuple[int, str]]:
+    """The order of a name in which local-2 stands before local-10."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", worker.name)]
 
 
 def device_words(device: str, name: str) -> str:

@@ -73,7 +73,7 @@ class BaseReplica(ABC):
         self._spec, self.resolve = spec, resolve
         self._objective = build_objective(spec, resolve, device)
         self.torch_loss: type[nn.Module] | None = getattr(self._objective, "torch_loss", None)
-        self._preprocessing = Preprocessing(spec, resolve, device)
+        self.preprocessing = Preprocessing(spec, resolve, device)
         self._autocast_dtype = autocast_dtype(spec.precision, device)
         self._schedule: Schedule | None = None
         self._scaler: LossScale | None = None
@@ -112,7 +112,7 @@ class BaseReplica(ABC):
     @property
     def user_code(self) -> dict[str, object]:
         """The user's own loss or step, and functions of batches, by what messages call them."""
-        return {"criterion": getattr(self._objective, "user", None), **self._preprocessing.functions}
+        return {"criterion": getattr(self._objective, "user", None), **self.preprocessing.functions}
 
     @property
     def weights_bytes(self) -> int:
@@ -301,7 +301,7 @@ class BaseReplica(ABC):
             The sums; in a group all 0 on ranks whose figures do not count.
         """
         with self._evaluation_mode():
-            treated = self._preprocessing.for_evaluation(batch)
+            treated = self.preprocessing.for_evaluation(batch)
             self._read(treated, rows or 0, axes[0] if axes else b"")
             with self._autocast():
                 one = self._evaluate(treated, rows, observer)
@@ -337,7 +337,7 @@ class BaseReplica(ABC):
             One pair; in a group one for each micro-batch, and none on ranks whose outputs do not count.
         """
         with self._evaluation_mode():
-            treated = self._preprocessing.for_evaluation(batch)
+            treated = self.preprocessing.for_evaluation(batch)
             self._read(treated, rows, axes[0] if axes else b"")
             with self._autocast():
                 return self._predict(treated, rows, forward)

@@ -23,7 +23,7 @@ from guava_nb.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from guava_nb.outer_methods.outer_methods import OUTER_METHODS, sparse_format
 from guava_nb.parallel.replicas.bucketing import plan_buckets, wire_dtype
 from guava_nb.parallel.replicas.buffer_policy import followed_parameters
-from guava_nb.protocol.messages import FlatTensor, RunSpec, SumBucket
+from guava_nb.protocol.messages import FlatTensor, ParameterBucket, RunSpec, SumBucket
 from guava_nb.wire_formats.error_feedback import ErrorFeedback
 from guava_nb.wire_formats.message_sum import mean_of_senders, sum_of_messages
 from guava_nb.wire_formats.registry import WIRE_FORMATS
@@ -227,6 +227,11 @@ def message_format(spec: RunSpec) -> tuple[WireFormat, float]:
     return WIRE_FORMATS[spec.wire], 1.0
 
 
+#: A worker's message: generation and step of the attempt, shard, and of a name the bucket.
+_Shard = tuple[int, int, int]
+_Name = tuple[int, int, int, int]
+
+
 class BucketWire:
     """Flat tensors of buckets as they travel, and back; what one sender's messages left out goes with its next ones.
 
@@ -243,7 +248,9 @@ class BucketWire:
     def reset(self) -> None:
         """Forget what was left out: the state is another one."""
         self._feedback = ErrorFeedback(self._format, self._decay)
-        self._own: dict[tuple[int, int, int], memoryview] = {}  # sparse messages by step, shard, bucket
+        self._own: dict[_Name, memoryview] = {}  # sparse messages
+        self._void = set[_Name]()  # messages that do not count, of steps that are not over
+        self._step = -1  # of the newest message
 
     @property
     def is_exact(self) -> bool:
@@ -253,17 +260,19 @@ class BucketWire:
     def _format_of(self, number: int) -> WireFormat | None:
         return None if self.is_exact else self._layout.bucket(number).wire_format
 
-    def encode(self, number: int, flat: Tensor, shard: tuple[int, int] | None = None) -> tuple[FlatTensor, memoryview]:
+    def encode(self, number: int, flat: Tensor, shard: _Shard | None = None) -> tuple[FlatTensor, memoryview]:
         """Return what a message says of a bucket's flat tensor, `[numel]`, and its payload, which may be the tensor's memory.
 
-        `shard` is a worker's: step and shard, under which a sparse message is kept, since it need not come back.
+        `shard` is a worker's, of an attempt at a step. A sparse message is kept under it, since it need not come back,
+        and any may turn out not to count.
         """
         if self._format_of(number) is None:
             return FlatTensor(dtype_name(flat.dtype), flat.numel()), tensor_bytes(flat)
-        message = self._feedback.encode(number, flat)
-        if shard is not None and isinstance(self._format, TopK):
-            step, index = shard
-            self._own[step, index, number] = message
+        name = None if shard is None else (*shard, number)
+        self._step = -1 if shard is None else shard[1]
+        message = self._feedback.encode(number, flat, name)
+        if name is not None and isinstance(self._format, TopK):
+            self._own[name] = message
         return FlatTensor("uint8", len(message)), message
 
     def encode_sum(self, number: int, flat: Tensor) -> tuple[FlatTensor, memoryview]:
@@ -328,6 +337,7 @@ class BucketWire:
         Raises:
             RemoteProtocolError: the payload is none of that bucket, or a shard's message is neither in it nor here.
         """
+        self.note_void(message)
         bucket = self._layout.bucket(message.bucket)
         if message.forwarded is None:
             if bucket.is_mean_of_senders:
@@ -344,7 +354,7 @@ class BucketWire:
         if len(payload) != nbytes * len(came):
             raise RemoteProtocolError(f"{len(payload)} bytes came for {len(came)} messages of {nbytes}")
         for shard in range(message.shards):
-            found = came.get(shard, self._own.get((message.step, shard, message.bucket)))
+            found = came.get(shard, self._own.get((message.generation, message.step, shard, message.bucket)))
             if found is None:
                 raise RemoteProtocolError(f"bucket {message.bucket} came without the message of shard {shard}")
             yield found
@@ -353,9 +363,14 @@ class BucketWire:
         """Return the 2-norm of all that was left out, the open step's messages included."""
         return self._feedback.norm()
 
+    def note_void(self, message: SumBucket | ParameterBucket) -> None:
+        """Take notice of this worker's messages that do not count, though their step does."""
+        self._void.update((message.generation, message.step, shard, bucket) for bucket, shard in message.void)
+
     def commit(self) -> None:
-        """The step counts."""
-        self._feedback.commit()
+        """The step counts, less those of its messages of which was told that they do not."""
+        self._feedback.commit(self._void)
+        self._void = {name for name in self._void if name[1] > self._step}
         self._own.clear()
 
     def discard(self) -> None:

@@ -246,7 +246,7 @@ def bucket_sender(
     """
 
     def on_bucket(bucket: int, present: bytes, flat: Tensor) -> None:
-        tensor, payload = wire.encode(bucket, flat, (message.step, message.shard))
+        tensor, payload = wire.encode(bucket, flat, (message.generation, message.step, message.shard))
         head = GradientBucket(
             run_id=message.run_id, generation=message.generation, step=message.step, shard=message.shard,
             bucket=bucket, present=present, tensor=tensor,

@@ -146,8 +146,8 @@ class GroupReplica(BaseReplica):
 
     def _inputs_of(self, example: Any) -> Any:
         if self._spec.preprocess is None or example is None:
-            return self._preprocessing.for_evaluation(example)
-        return pair_of(self._preprocessing.for_evaluation(example))[0]
+            return self.preprocessing.for_evaluation(example)
+        return pair_of(self.preprocessing.for_evaluation(example))[0]
 
     def _make_optimizer(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         return build_optimizer(self._spec.optimizer, list(named.items()), self.resolve)
@@ -253,9 +253,9 @@ class GroupReplica(BaseReplica):
         part, found = self._standing, []
         with seeded(shard_seed(self._spec.seed, work.step, -1 - replica), self.device, restore_all=False):
             for batch, rows in _parts(work):
-                treated = self._preprocessing.train(batch)
+                treated = self.preprocessing.train(batch)
                 if part.reports and rows:
-                    counts.append(self._preprocessing.tokens(treated))
+                    counts.append(self.preprocessing.tokens(treated))
                 found.append((treated, rows))
         return found
 
@@ -286,7 +286,7 @@ class GroupReplica(BaseReplica):
         nonfinite = self._full_name(self._buffers.first_not_finite()) if finite else part.nonfinite()
         return ShardResult(
             loss_sum, count, work.rows, finite and not nonfinite, time.monotonic() - started, 0.0,
-            nonfinite, square, self._preprocessing.total(counts),
+            nonfinite, square, self.preprocessing.total(counts),
         )  # fmt: skip
 
     def own_commit(self, result: ShardResult, shard: BatchShard) -> Commit | None:

@@ -7,6 +7,7 @@ again is the same one.
 
 from __future__ import annotations
 
+import copy
 import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
@@ -108,6 +109,17 @@ class Preprocessing:
         """The user's functions, by their roles."""
         found = {"preprocess": self._preprocess, "augment": self._augment, "tokens": self._tokens}
         return {role: named[1] for role, named in found.items() if named is not None}
+
+    @property
+    def is_any(self) -> bool:
+        """Whether a batch is treated at all."""
+        return self._augment is not None or self._preprocess is not None
+
+    def done(self) -> Preprocessing:
+        """Return one for batches that are treated already: it does no more than place them."""
+        placing = copy.copy(self)
+        placing._augment = placing._preprocess = None
+        return placing
 
     def train(self, batch: Any) -> Any:
         """Place a batch and treat it for training; draws from the random state of the moment.

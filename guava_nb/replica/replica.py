@@ -178,7 +178,7 @@ class Replica(BaseReplica):
             seeded(shard_seed(self._spec.seed, step, -1), self.device, restore_all=False),
             gathering(refusing(_NO_GROUP)),
         ):
-            self._objective(self.model, self._preprocessing.train(part), rows)
+            self._objective(self.model, self.preprocessing.train(part), rows)
         self._buffers.restore()
         self._drop_gradients()
 
@@ -197,8 +197,8 @@ class Replica(BaseReplica):
         losses = []
         for number, (part, rows) in enumerate(parts):
             with clock.forward():
-                batch = self._preprocessing.train(part)
-                counts.append(self._preprocessing.tokens(batch))
+                batch = self.preprocessing.train(part)
+                counts.append(self.preprocessing.tokens(batch))
                 with self._autocast(), explaining_few_rows(self.model):
                     loss = self._objective(self.model, batch, rows)
             if work.is_cut:
@@ -253,7 +253,7 @@ class Replica(BaseReplica):
             scaled = told[2 * len(values)][0] * count / work.rows if gates else 1.0 / self.loss_scale
             return ShardResult(
                 loss_sum, count, work.rows, finite and not nonfinite, forward_s, backward_s, nonfinite,
-                told[-2][0] * scaled**2 if of_all and finite else None, self._preprocessing.total(counts),
+                told[-2][0] * scaled**2 if of_all and finite else None, self.preprocessing.total(counts),
             )  # fmt: skip
 
         return LaunchedShard(read, factor, figures.bad)

@@ -67,7 +67,8 @@ def check_syntax(name: str, text: str, magic: str = "%%guava_share") -> None:
                 f"cell {name!r}, line {line}: {source!r} is notebook syntax, which exists only in this notebook; "
                 f"move it into a cell without {magic}" + _install_hint(source)
             ) from None
-        raise SourceError(f"cell {name!r}, line {line}: {error.msg}: {source!r}") from None
+        way = "; call asyncio.run(...) in place of it" if error.msg == "'await' outside function" else ""
+        raise SourceError(f"cell {name!r}, line {line}: {error.msg}: {source!r}{way}") from None
     except (ValueError, RecursionError, MemoryError) as error:  # a zero byte; nesting beyond the parser's limit
         raise SourceError(f"cell {name!r} cannot be compiled: {error}") from None
 

@@ -58,6 +58,9 @@ def find(
     except (ImportError, CellLeftOut):
         raise
     except (GuavaError, LookupError, AttributeError) as error:
+        short = name.rpartition(".")[2]
+        if where and short != name and short in torch_names and f".{where}.{short}".endswith(f".{name}"):
+            raise ConfigError(f"{role} {name!r}: names of {where} stand alone here (did you mean {short!r}?)") from None
         names = [one for one in torch_names if one[0].isupper()]  # classes, whose functions are called much the same
         hint = near(name, names) or (f" (there are: {', '.join(names)})" if where else "")
         tail = f"{hint}, and it is no shared name: {error}" if where else f": {error}"

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import decimal
 import importlib
+import inspect
 import io
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -217,15 +218,30 @@ class _Plain:
     def _other(self, value: Any, what: str = "") -> Any:
         if not self._strictly:
             return _shown(value)
-        kind = type(value)
-        raise ConfigError(
-            f"{what}{self._name} is a {kind.__module__}.{kind.__qualname__}, which cannot travel: {_way(value)}. {_PLAIN} can"
-        )
+        raise ConfigError(f"{what}{self._name} is {_kind(value)}, which cannot travel: {_way(value)}. {_PLAIN} can")
+
+
+def _kind(value: Any) -> str:
+    """What a value is, with its article; Python's own kinds by their everyday names."""
+    kind = type(value)
+    everyday = {
+        "a class": isinstance(value, type),
+        "a function": inspect.isroutine(value),
+        "a module": inspect.ismodule(value),
+        "an open file": isinstance(value, io.IOBase),
+    }
+    named = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    article = "an" if named[0].lower() in "aeiou" else "a"
+    return next((name for name, holds in everyday.items() if holds), f"{article} {named}")
 
 
 def _way(value: Any) -> str:
     """What to do with a value that cannot travel."""
     kind = type(value)
+    if isinstance(value, io.IOBase):
+        return "push what it holds, its read()"
+    if isinstance(value, type) or inspect.isroutine(value) or inspect.ismodule(value):
+        return "import it or define it there in a %%guava_px cell"
     if isinstance(value, torch.nn.Module):
         return "push its state_dict(), and make the model there in a %%guava_px cell"
     if isinstance(value, np.ndarray) and value.dtype.names:

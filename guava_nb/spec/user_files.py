@@ -29,7 +29,8 @@ def read_files(paths: Iterable[str | Path]) -> tuple[tuple[UserFile, ...], list[
         The records, by path, and sentences on what was left out.
 
     Raises:
-        ConfigError: a path does not exist, a named file is no text, two have one name, or they are too many or too large.
+        ConfigError: a path does not exist, is the home folder or holds the folder of the notebook, a named file is no text, two
+            have one name, or they are too many or too large.
     """
     found: dict[str, UserFile] = {}
     notes: list[str] = []
@@ -39,6 +40,11 @@ def read_files(paths: Iterable[str | Path]) -> tuple[tuple[UserFile, ...], list[
         if not top.exists():
             raise ConfigError(
                 f"there is no file or folder {str(given)!r} here ({Path.cwd()} is the folder of this notebook)"
+            )
+        if top == Path.home() or top in Path.cwd().resolve().parents:
+            raise ConfigError(
+                f"{given} is {top}, which holds more than your code, and every worker would get it: name the modules and the "
+                "folder that the workers need"
             )
         if top.stem in sys.stdlib_module_names:
             raise ConfigError(

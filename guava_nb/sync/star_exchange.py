@@ -137,6 +137,8 @@ class StarExchange(StepExchange[StarReplicas]):
                     tensor.to_dense(), message.present
                 )
                 raise self._not_finite(in_flight, instruction, names[0] if names else "")
+            if isinstance(instruction, Add) and not self._wire.is_exact:
+                in_flight.senders.setdefault(message.bucket, {})[message.shard] = rank
             if isinstance(instruction, Add) and self._wire.is_forwarded(message.bucket, len(in_flight.machine.tasks)):
                 in_flight.messages.setdefault(message.bucket, {})[message.shard] = rank, message.present, payload
             elif isinstance(instruction, Add):
@@ -175,20 +177,28 @@ class StarExchange(StepExchange[StarReplicas]):
             return
         present, flat = self._result(in_flight, bucket)
         tensor, payload = self._wire.encode_sum(bucket, flat)
-        message = self._head_of(SumBucket, in_flight, bucket, present, tensor, commit)
-        self._job.cluster.send_all(in_flight.members, message, [payload])
+        self._send_down(in_flight, self._head_of(SumBucket, in_flight, bucket, present, tensor, commit), payload)
+
+    def _send_down(self, in_flight: StepInFlight, message: SumBucket | ParameterBucket, payload: memoryview) -> None:
+        """Send it to all members, and with the commit tell each which of its own messages do not count."""
+        void = {} if message.commit is None else in_flight.void()
+        self._job.cluster.send_all([one for one in in_flight.members if one not in void], message, [payload])
+        for member in [one for one in in_flight.members if one in void]:
+            self._job.cluster.send(member, replace(message, void=void[member]), [payload])
 
     def _forward(self, in_flight: StepInFlight, bucket: int, commit: Commit | None) -> None:
         """Send each member the messages that are not its own; each adds all up in shard order, to the same bits."""
         messages = sorted(in_flight.messages[bucket].items())
         union = functools.reduce(operator.or_, (int.from_bytes(bits, "little") for _, (_, bits, _) in messages))
         present = union.to_bytes(self._replicas.master.layout.bucket(bucket).present_bytes, "little")
+        void = {} if commit is None else in_flight.void()
         for member in in_flight.members:
             lacking = {shard: payload for shard, (sender, _, payload) in messages if sender != member}
             tensor = FlatTensor("uint8", sum(map(len, lacking.values())))
             message = self._head_of(
-                SumBucket, in_flight, bucket, present, tensor, commit, shards=len(messages), forwarded=tuple(lacking)
-            )
+                SumBucket, in_flight, bucket, present, tensor, commit, shards=len(messages), forwarded=tuple(lacking),
+                void=void.get(member, ()),
+            )  # fmt: skip
             self._job.cluster.send(member, message, list(lacking.values()))
 
     def _result(self, in_flight: StepInFlight, bucket: int) -> tuple[bytes, torch.Tensor]:
@@ -253,7 +263,7 @@ class StarExchange(StepExchange[StarReplicas]):
             last = index == len(values) - 1
             tensor = FlatTensor(dtype_name(flat.dtype), flat.numel())
             message = self._head_of(ParameterBucket, in_flight, bucket, present, tensor, commit if last else None)
-            self._job.cluster.send_all(in_flight.members, message, [tensor_bytes(flat)])
+            self._send_down(in_flight, message, tensor_bytes(flat))
         return failure
 
 

@@ -53,6 +53,7 @@ class StepInFlight:
         batches: loader batches in this step.
         messages: of buckets whose messages go on to the others as they came: the sender, its presence bits and the message, by
             shard.
+        senders: of buckets of which a message leaves something out: by shard the worker whose message counts.
         changes: what the workers' own code changed of the parameters.
         square: squared norm of the summed gradients so far; None: not known.
         frozen: by stage, the first worker that told which parameters take no gradient any more, and these.
@@ -65,6 +66,7 @@ class StepInFlight:
     batches: int
     sums: dict[int, BucketSum | BufferMerge] = field(default_factory=dict)
     messages: dict[int, dict[int, tuple[int, bytes, memoryview]]] = field(default_factory=dict)
+    senders: dict[int, dict[int, int]] = field(default_factory=dict)
     changes: OwnChanges = field(default_factory=OwnChanges)
     frozen: dict[str, tuple[int, frozenset[str]]] = field(default_factory=dict)
     square: float | None = None
@@ -82,6 +84,16 @@ class StepInFlight:
         if bucket not in self.sums:
             self.sums[bucket] = BucketSum(len(self.machine.tasks), of_senders)
         self.sums[bucket].add(shard, tensor, present)
+
+    def void(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """Return by worker the bucket and the shard of each message that it may have sent and that does not count."""
+        found: dict[int, tuple[tuple[int, int], ...]] = {}
+        for bucket, senders in sorted(self.senders.items()):
+            for shard, sender in sorted(senders.items()):
+                task = self.machine.tasks[shard]
+                for rank in {task.owner, *task.earlier} - {sender}:
+                    found[rank] = (*found.get(rank, ()), (bucket, shard))
+        return found
 
     def sample_ids(self) -> list[int]:
         """Ids of all samples of this step, in shard order."""

@@ -34,7 +34,7 @@ from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.errors import ConfigError
 from guava_nb.nested import leaves
 from guava_nb.protocol.messages import Finding, ParallelSpec, RunSpec, StepChecked
-from guava_nb.replica.one_step_check.whole_against_cut import BACKWARD, COUNT, COUPLED, FREQUENCY, SUM, WEIGHTS
+from guava_nb.replica.one_step_check.causes import BACKWARD, COUNT, COUPLED, FREQUENCY, SUM, TREATED, WEIGHTS
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.membership import Membership
@@ -362,7 +362,7 @@ class FirstStepCheck:
             raise ConfigError(verdict.sentence + kept)
         self._members.cluster.notice(verdict.sentence + again)
         # Notices stand in the status only; these findings are worth a warning in the cell, too.
-        if {BACKWARD, COUNT, FREQUENCY, SUM, WEIGHTS, COUPLED} & set(
+        if {BACKWARD, COUNT, FREQUENCY, SUM, TREATED, WEIGHTS, COUPLED} & set(
             verdict.record.get("causes", ())
         ) or verdict.record.get("unlike_in_python"):
             warnings.warn(verdict.sentence, stacklevel=2)
@@ -453,7 +453,7 @@ def _bytes_of(weights: Mapping[str, Any] | None) -> int:
 
 def _is_doubtful(answer: Finding) -> bool:
     """Whether samples of the same batch that were left out may change the finding."""
-    return answer.outcome in _FAILED or WEIGHTS in answer.causes or COUPLED in answer.causes
+    return answer.outcome in _FAILED or bool({WEIGHTS, COUPLED, TREATED} & set(answer.causes))
 
 
 def digest_of(replicas: ReplicaSet, content: Any, weights: Sequence[float]) -> bytes:

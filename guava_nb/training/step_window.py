@@ -52,6 +52,7 @@ class StepWindow:
         exchange.deals = plan.shares == "measured"
         self._blocking, self._was_full = tuple[int, ...](), False
         self._away: dict[int, float] = {}  # members that a round waits for, and since when
+        self._waits_since: float | None = None  # when the next round began to wait for any of them
 
     # -------------------------------------------------------------------------------------------------------- send ahead
 
@@ -127,7 +128,9 @@ class StepWindow:
     def _waits_for_away(self) -> bool:
         """Whether a round waits for members whose connection broke, so that they miss none: no longer than their state takes.
 
-        One that missed a round gets the state anew, and what only it had is lost.
+        One that missed a round gets the state anew, and what only it had is lost. A round waits once: one that goes away while it
+        waits makes it wait no longer than one that was away at the beginning, else many whose lines break now and then would
+        hold up all rounds for ever.
         """
         members = self._membership
         if members.replica_set.spec.rounds is None or not self._job.suspects:
@@ -135,7 +138,10 @@ class StepWindow:
             return False
         now, away = time.monotonic(), set(members.current()) & self._job.suspects - self._job.slow.keys()
         self._away = {rank: self._away.get(rank, now) for rank in away}
-        waited = tuple(rank for rank, since in self._away.items() if now < since + self._worth_s(rank))
+        if away and self._waits_since is None:
+            self._waits_since = now
+        latest = now if self._waits_since is None else self._waits_since
+        waited = tuple(r for r, since in self._away.items() if now < min(since, latest) + self._worth_s(r))
         self._blocking = waited or self._blocking
         return bool(waited)
 
@@ -193,7 +199,7 @@ class StepWindow:
             batches: of the loader.
             team: ranks that take part.
         """
-        weights, self._issued = self._weights(team), True
+        weights, self._issued, self._waits_since = self._weights(team), True, None
         parallel = self._membership.replica_set.spec.parallel
         cuts = (
             parallel is None or parallel.pp * parallel.tp == 1

@@ -1,6 +1,6 @@
 """Sockets in this process that others opened: torch's libraries keep theirs to themselves and never give them up on request.
 
-A thread that waits inside such a library is woken by shutting its connections down; they are found by their addresses.
+A thread that waits inside such a library is woken by the end of what comes in; connections are found by their addresses.
 """
 
 from __future__ import annotations
@@ -35,12 +35,16 @@ def connections(addresses: Collection[str]) -> set[Stream]:
 
 
 def shut_down(streams: Collection[Stream]) -> int:
-    """End connections in both directions, so that threads that wait for them are woken; returns how many still were there."""
+    """End what comes in, so that threads that wait for it are woken and close the connections; returns how many still were there.
+
+    What goes out is left alone. gloo answers what it has read already, and where it cannot it forgets what it was to send: its
+    thread then waits for that until its time limit.
+    """
     count = 0
     for number, local, peer in streams:
         with contextlib.suppress(OSError), _borrowed(number) as sock:
             if _ends(number, sock) == (number, local, peer):  # the number may be another socket's by now
-                sock.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RD)
                 count += 1
     return count
 

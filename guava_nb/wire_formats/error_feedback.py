@@ -7,7 +7,7 @@ with an owner.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Hashable, Mapping
 
 import torch
 from torch import Tensor
@@ -22,18 +22,20 @@ class ErrorFeedback:
     """Residuals of one sender, by a name or number of each flat tensor.
 
     What `encode` leaves out is only proposed until `commit`: a step or round that does not count calls `discard`, and the
-    residuals are those before it. Several messages of one tensor between two commits follow on from each other. An exact format
-    has no residuals.
+    residuals are those before it. Several messages of one tensor between two commits follow on from each other, and each may
+    turn out not to count. An exact format has no residuals.
     """
 
     def __init__(self, wire_format: WireFormat, decay: float = 1.0) -> None:
         """Send in that format; a residual counts `decay` times when it is sent (SparseLoCo: 0.95)."""
         self.wire_format, self.decay = wire_format, decay
         self._committed: dict[str, Tensor] = {}
-        self._proposed: dict[str, Tensor] = {}
+        self._proposed: dict[str, list[tuple[Hashable, Tensor]]] = {}  # after each message since the last commit
 
-    def encode(self, key: object, flat: Tensor) -> memoryview:
+    def encode(self, key: object, flat: Tensor, name: Hashable = None) -> memoryview:
         """Return the message of a flat tensor, `[numel]`, and of what is left of earlier ones of that key.
+
+        `commit` may be told by its name that it does not count.
 
         Raises:
             LocalProtocolError: earlier ones had another size.
@@ -42,7 +44,8 @@ class ErrorFeedback:
         message = self.wire_format.encode(values)
         if not self.wire_format.is_exact:
             # What is not finite must not stay for ever, whether or not its step is discarded.
-            self._proposed[str(key)] = self.wire_format.left_out(values, message).nan_to_num_(0.0, 0.0, 0.0)
+            rest = self.wire_format.left_out(values, message).nan_to_num_(0.0, 0.0, 0.0)
+            self._proposed.setdefault(str(key), []).append((name, rest))
         return message
 
     def settle(self, key: object, flat: Tensor) -> Tensor:
@@ -52,7 +55,7 @@ class ErrorFeedback:
         """
         values = self._with_rest(key, flat)
         if self.owes(key):
-            self._proposed[str(key)] = torch.zeros_like(values)
+            self._proposed.setdefault(str(key), []).append((None, torch.zeros_like(values)))
         return values
 
     def owes(self, key: object) -> bool:
@@ -61,7 +64,8 @@ class ErrorFeedback:
 
     def rest(self, key: object) -> Tensor | None:
         """Return what messages of that key left out, `[numel]` of float32 or float64, committed or not; None: there were none."""
-        return self._proposed.get(str(key), self._committed.get(str(key)))
+        proposed = self._proposed.get(str(key))
+        return proposed[-1][1] if proposed else self._committed.get(str(key))
 
     def _with_rest(self, key: object, flat: Tensor) -> Tensor:
         """Return `flat`, `[numel]`, plus `decay` times what earlier messages of that key left out, in float32 or float64."""
@@ -81,9 +85,16 @@ class ErrorFeedback:
         """Go on from what `committed` returned."""
         self._committed, self._proposed = dict(committed), {}
 
-    def commit(self) -> None:
-        """What was encoded since the last commit counts."""
-        self._committed.update(self._proposed)
+    def commit(self, void: Container[Hashable] = ()) -> None:
+        """What was encoded since the last commit counts, less messages whose names are in `void`, as if never encoded."""
+        for key, proposed in self._proposed.items():
+            if not any(name in void for name, _ in proposed):
+                self._committed[key] = proposed[-1][1]
+                continue
+            before = rest = self._committed.get(key, torch.zeros_like(proposed[-1][1]))
+            for name, after in proposed:
+                rest, before = rest if name in void else rest + (after - before.to(after.device)), after
+            self._committed[key] = rest
         self._proposed.clear()
 
     def discard(self) -> None:
@@ -92,5 +103,6 @@ class ErrorFeedback:
 
     def norm(self) -> float:
         """Return the 2-norm of all residuals, proposed ones included: what a loss of their owner would lose."""
-        norms = [float(residual.norm()) for residual in (self._committed | self._proposed).values()]
+        proposed = {key: messages[-1][1] for key, messages in self._proposed.items()}
+        norms = [float(residual.norm()) for residual in (self._committed | proposed).values()]
         return math.hypot(*norms)

@@ -12,7 +12,8 @@ from guava_nb.data.batch_reading import BatchReading
 from guava_nb.errors import TrainingError
 from guava_nb.nested import marks_of
 from guava_nb.protocol.messages import BatchShard
-from guava_nb.replica.one_step_check.whole_against_cut import COUPLED, WEIGHTS, compare
+from guava_nb.replica.one_step_check.causes import COUPLED, TREATED, WEIGHTS
+from guava_nb.replica.one_step_check.whole_against_cut import compare
 from guava_nb.replica.preprocess import cut, cut_at
 from guava_nb.replica.shard import ShardWork
 from guava_nb.worker.preparation import PreparedRun
@@ -63,7 +64,7 @@ def refuse_coupled(run: PreparedRun, batch: Any, rows: int, marks: bytes) -> Non
         return
     pieces = cut_at(batch, marks, [(0, few), (0, few // 2), (few // 2, few)])
     found = compare(run.replica, run.spec, run.resolve, pieces, (few, few // 2, few - few // 2))
-    if found.outcome == "piece failed" or {COUPLED, WEIGHTS} & set(found.causes):
+    if found.outcome == "piece failed" or {COUPLED, TREATED, WEIGHTS} & set(found.causes):
         raise TrainingError(
             f"a batch of {rows} samples does not fit the memory here, and in pieces it comes to another loss, because its "
             f"samples depend on each other ({found.loss[0]:.6g} whole and {found.loss[1]:.6g} in two pieces, of {few} samples"

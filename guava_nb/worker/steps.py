@@ -481,6 +481,8 @@ class StepRunner:
 
 def _values(message: SumBucket | ParameterBucket, payload: memoryview, run: PreparedRun | None) -> torch.Tensor:
     if run is None or isinstance(message, ParameterBucket):
+        if run is not None and message.void:
+            run.replica.wire.note_void(message)
         return tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
     return run.replica.wire.decode_sum(message, payload)
 

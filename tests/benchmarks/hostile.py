@@ -5,10 +5,11 @@
 Of the inputs, two fifths are connections of strangers (bytes that mean nothing, HTTP, pieces of TLS, proofs with a wrong secret),
 two fifths frames by one who holds the code, damaged in one place, each read by a decoder as a session has it, and one fifth
 records by one who holds the code: any record with any values, over sessions that say hello and then send until they are ended.
-A part that is not done after its share of `--seconds` ends there, and says how much it did.
+All three come at once, from processes of their own, so that memory here is the orchestrator's. What is not done after
+`--seconds` is left out, and the end says how much was done.
 
-Prints a JSON line for each part, and one at the end: the steps of the worker's run meanwhile, the largest difference of its
-weights to plain PyTorch (float64), what was lost or doubled, and memory, descriptors and threads before and after each part.
+Prints a JSON line a minute, and one at the end: the steps of the worker's run meanwhile, the largest difference of its
+weights to plain PyTorch (float64), what was lost or doubled, and memory, descriptors and threads before and after.
 Reach: the run goes on, exact, memory flat.
 """
 
@@ -17,15 +18,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import random
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -67,6 +71,11 @@ _HTTP = (
     b"POST /guava HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n",
     b"GET /guava HTTP/1.1\r\n" + b"A: b\r\n" * 99,
 )
+#: Of each kind of input at once: most of their time they wait for an answer.
+_AT_ONCE = {"strangers": 4, "damaged frames": 1, "records of a code holder": 6}
+#: The newest step and the generation of the run, for those who attack; how much each kind has done.
+_moment: Any = [0, 0]
+_done: Any = [0, 0, 0]
 _TLS_BEGINS = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
 
 
@@ -96,14 +105,11 @@ def _guesser(code: JoinCode, luck: random.Random) -> None:
             tls.recv(100)
 
 
-def _fitting(orch: Orchestrator) -> dict[str, tuple[Any, ...]]:
+def _fitting() -> dict[str, tuple[Any, ...]]:
     """Values that fit the run at this moment, so that hostile records come far."""
-    run = orch.run
-    assert run is not None
-    step = len(run.history)
-    generation = orch._open_cluster().roster.generation
+    step, generation = _moment
     return {
-        "run_id": (run.run_id,), "generation": (generation,), "step": (step, step + 1, 0), "request_id": (1, 2, 3),
+        "run_id": ("run-1",), "generation": (generation,), "step": (step, step + 1, 0), "request_id": (1, 2, 3),
         "shard": (0, 1), "bucket": (0, 1), "numel": (16, 160),
     }  # fmt: skip
 
@@ -111,8 +117,8 @@ def _fitting(orch: Orchestrator) -> dict[str, tuple[Any, ...]]:
 class Intruder:
     """Sessions of one who holds the code, one after another."""
 
-    def __init__(self, orch: Orchestrator, luck: random.Random) -> None:
-        self._orch, self._luck = orch, luck
+    def __init__(self, code: JoinCode, luck: random.Random) -> None:
+        self._code, self._luck = code, luck
         self._records = [record for record in MESSAGE_KINDS.values() if record not in UNSEQUENCED]
         self.sessions = 0
 
@@ -129,12 +135,12 @@ class Intruder:
 
         self.sessions += 1
         with contextlib.suppress(GuavaError):
-            session = dial(self._orch.join_code, on_event, LinkOptions(linger_s=0.2))
+            session = dial(self._code, on_event, LinkOptions(linger_s=0.2))
             try:
                 if self._luck.random() < 0.9:
                     self._say(session.send, Drawn(_hello(f"intruder-{self.sessions % 50}")))
                     seated.wait(5)
-                fitting = _fitting(self._orch)
+                fitting = _fitting()
                 while sent < count and not over.is_set():
                     self._say(session.send, draw(self._luck.choice(self._records), self._luck, fitting))
                     sent += 1
@@ -154,7 +160,7 @@ def _hello(name: str) -> Message:
     )
 
 
-def frames(count: int, seed: int = 0, ends_at: float = float("inf")) -> int:
+def frames(count: int, seed: int = 0) -> int:
     """Damage frames in one place each and read them; returns how many were done.
 
     Raises:
@@ -163,9 +169,7 @@ def frames(count: int, seed: int = 0, ends_at: float = float("inf")) -> int:
     luck = random.Random(seed)
     records = [record for record in MESSAGE_KINDS.values() if record not in UNSEQUENCED]
     limits = Limits(max_record_bytes=1 << 16, max_payload_bytes=1 << 16, compressed=True)
-    for number in range(count):
-        if time.monotonic() > ends_at:
-            return number
+    for _ in range(count):
         drawn = draw(luck.choice(records), luck, {})
         try:
             message = OutgoingMessage(
@@ -210,37 +214,68 @@ def _plain(steps: int) -> torch.nn.Module:
     return model
 
 
+def _attack(kind: int, code: str, wanted: int, ends_at: float, seed: int) -> None:
+    """Send so many inputs of a kind, or until the time (seconds of the epoch)."""
+    name, target = list(_AT_ONCE)[kind], JoinCode.decode(code)
+    at_once = _AT_ONCE[name]
+
+    def one_after_another(number: int) -> None:
+        luck, mine, done = random.Random(f"{seed} {kind} {number}"), wanted // at_once, 0
+        one = _ATTACKS[name](target, luck)
+        while done < mine and time.time() < ends_at:
+            count = one(mine - done)
+            done += count
+            with _counting:
+                _done[kind] += count
+
+    with ThreadPoolExecutor(at_once) as pool:
+        for thread in [pool.submit(one_after_another, number) for number in range(at_once)]:
+            thread.result()
+
+
+def _share(moment: Any, done: Any) -> None:
+    """In a process that attacks: what it has in common with the one that is attacked."""
+    global _moment, _done
+    _moment, _done = moment, done
+
+
 def besiege(
     inputs: int,
-    seconds: float = float("inf"),
+    seconds: float = 3600.0,
     seed: int = 0,
     tell: Callable[[dict[str, Any]], None] = lambda part: None,
+    apart: bool = False,
 ) -> dict[str, Any]:
-    """Do what the module's text says; `tell` gets each part.
+    """Do what the module's text says; `tell` gets a line a minute. Where not `apart`, all comes from this process.
 
     Returns:
         The line of the end.
     """
-    luck, held, done = random.Random(seed), Held(), 0
-    with Orchestrator(DistributedConfig(num_workers=1, threads_per_worker=1, precision="fp64")) as orch:
+    held, context = Held(), multiprocessing.get_context("fork")
+    _share(context.Array("q", 2, lock=False), context.Array("q", 3, lock=False))
+    pool = ProcessPoolExecutor(3, context, _share, (_moment, _done)) if apart else ThreadPoolExecutor(3)
+    pool.submit(int).result()  # all processes are forked here, before this one has threads
+    with (
+        Orchestrator(DistributedConfig(num_workers=1, threads_per_worker=1, precision="fp64")) as orch,
+        pool,
+    ):
         orch.launch_workers(1)
         orch.wait_for_workers(1, timeout=PATIENCE_S)
         orch.share(CELL, "net")
         orch.register_model("Net")
         run = orch.start_training(
-            _batches(), num_epochs=10_000, criterion="loss_fn", optimizer="AdamW", optimizer_args={"lr": 0.001},
+            _batches(), num_epochs=100_000, criterion="loss_fn", optimizer="AdamW", optimizer_args={"lr": 0.001},
             progress=False, detach=True,
         )  # fmt: skip
         until(lambda: run.history, PATIENCE_S, "the first step")
         held.look()
-        for name, share, one in _parts(orch, luck):
-            wanted, began, count = round(inputs * share), time.monotonic(), 0
-            while count < wanted and time.monotonic() < began + seconds * share:
-                count += one(wanted - count)
-            done += count
-            held.look()
-            took = time.monotonic() - began
-            tell({"part": name, "inputs": count, "of": wanted, "seconds": round(took, 1), "steps": len(run.history)})
+        began, code = time.time(), orch.join_code.encode()
+        attacks = [
+            pool.submit(_attack, kind, code, round(inputs * share), began + seconds, seed)
+            for kind, share in enumerate((_STRANGERS, _FRAMES, 1 - _STRANGERS - _FRAMES))
+        ]
+        _until_done(attacks, orch, tell)
+        held.look()
         steps = len(run.history)
         until(lambda: len(run.history) > steps or run.done, PATIENCE_S, "steps go on")
         run.stop()
@@ -248,26 +283,59 @@ def besiege(
         weights, plain = run.model().state_dict(), _plain(len(run.history)).state_dict()
         gap = max(float((weights[key] - plain[key]).abs().max()) for key in plain)
     return {
-        "part": "all", "inputs": done, "steps": len(run.history), "difference": gap, "lost": run.lost_samples,
-        "doubled": run.duplicated_samples, "held": held.moments,
+        "part": "all", "inputs": sum(_done), "of": dict(zip(_AT_ONCE, _done, strict=True)),
+        "seconds": round(time.time() - began, 1), "steps": len(run.history), "difference": gap,
+        "lost": run.lost_samples, "doubled": run.duplicated_samples, "held": held.moments,
     }  # fmt: skip
 
 
-def _parts(orch: Orchestrator, luck: random.Random) -> list[tuple[str, float, Callable[[int], int]]]:
-    code, intruder = orch.join_code, Intruder(orch, luck)
+def _until_done(attacks: list[Future[None]], orch: Orchestrator, tell: Callable[[dict[str, Any]], None]) -> None:
+    """Tell those who attack where the run stands, and the caller how far they are.
 
-    def stranger(most: int) -> int:
+    Raises:
+        Exception: of an attack: a decoder raised, which ends a reader.
+    """
+    run, told = orch.run, time.monotonic()
+    assert run is not None
+    while not all(attack.done() for attack in attacks):
+        _moment[:] = [len(run.history), orch._open_cluster().roster.generation]
+        if time.monotonic() > told + 60.0:
+            told = time.monotonic()
+            rss_mb = round(psutil.Process().memory_info().rss / 1e6, 1)
+            tell(
+                {
+                    "inputs": list(_done),
+                    "steps": len(run.history),
+                    "rss_mb": rss_mb,
+                    "threads": threading.active_count(),
+                }
+            )
+        time.sleep(0.02)
+    for attack in attacks:
+        attack.result()
+
+
+def _strangers(code: JoinCode, luck: random.Random) -> Callable[[int], int]:
+    def one(most: int) -> int:
         _stranger(code.port, luck) if luck.random() < 0.95 else _guesser(code, luck)
         return 1
 
-    def framed(most: int) -> int:
-        return frames(min(most, 1000), luck.randrange(1 << 30))
+    return one
 
-    return [
-        ("strangers", _STRANGERS, stranger),
-        ("damaged frames", _FRAMES, framed),
-        ("records of a code holder", 1 - _STRANGERS - _FRAMES, lambda most: intruder.send(min(most, PER_SESSION))),
-    ]
+
+def _framed(code: JoinCode, luck: random.Random) -> Callable[[int], int]:
+    return lambda most: frames(min(most, 1000), luck.randrange(1 << 30))
+
+
+def _records(code: JoinCode, luck: random.Random) -> Callable[[int], int]:
+    intruder = Intruder(code, luck)
+    return lambda most: intruder.send(min(most, PER_SESSION))
+
+
+_ATTACKS: dict[str, Callable[[JoinCode, random.Random], Callable[[int], int]]] = dict(
+    zip(_AT_ONCE, (_strangers, _framed, _records), strict=True)
+)
+_counting = threading.Lock()
 
 
 def main() -> None:
@@ -276,9 +344,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    print(
-        json.dumps(besiege(given.inputs, given.seconds, given.seed, lambda part: print(json.dumps(part), flush=True)))
+    told = besiege(
+        given.inputs, given.seconds, given.seed, lambda line: print(json.dumps(line), flush=True), apart=True
     )
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -138,12 +138,11 @@ def _files_and_a_run(kernel: Kernel, helper: Path) -> None:
     )
     assert f"%guava_files {helper} sends it to the workers" in error_of(kernel, f"{TRAIN} --epochs 1")
     shown = kernel.run(f"%guava_files {helper}")
-    assert "local-1: 1 new." in shown and "joins later gets them too" in shown
+    assert "local-1: 1 new file." in shown and "joins later gets them too" in shown
     # A cell that cannot run elsewhere blocks what uses it, and nothing else; files go where the line says.
     unused = "%%guava_share --name half\ndef half(outputs, targets):\n    return slow_loss(outputs, targets) * scale"
-    assert (
-        "A model or a loss that uses it cannot be trained yet: name 'scale' is used in cell 'half' (line 2)"
-        in kernel.run(unused)
+    assert "Not all that is shared can be trained yet: name 'scale' is used in cell 'half' (line 2)" in kernel.run(
+        unused
     )
     folder = helper.parent / "kept"
     kernel.run(f"{TRAIN} --epochs 1 --save-every 4 --checkpoint-dir {folder} --log csv")

@@ -313,18 +313,18 @@ def test_few_samples_are_sent_and_the_whole_batch_decides(cluster: Cluster) -> N
 
 
 def test_a_batch_that_does_not_fit_is_halved(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = whole_against_cut._Trial.measure
+    measure = whole_against_cut.Trial.measure
 
     def narrow(self: Any, pieces: Any, seed: int = 0, **more: Any) -> Any:
         if max(rows for _, rows in pieces) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return measure(self, pieces, seed, **more)
 
-    monkeypatch.setattr(whole_against_cut._Trial, "measure", narrow)
+    monkeypatch.setattr(whole_against_cut.Trial, "measure", narrow)
     session = Session(cluster)
     found = session.check("info_nce", rows=16).result().check
     assert (found["samples"], found["batch_samples"], found["causes"]) == (4, 16, ["coupled"])
-    monkeypatch.setattr(whole_against_cut._Trial, "measure", lambda *_, **more: (_ for _ in ()).throw(MemoryError()))
+    monkeypatch.setattr(whole_against_cut.Trial, "measure", lambda *_, **more: (_ for _ in ()).throw(MemoryError()))
     found = session.check("dice").result().check
     assert found["outcome"] == "not checked" and "do not fit the memory of w0" in found["reason"]
 
@@ -332,14 +332,14 @@ def test_a_batch_that_does_not_fit_is_halved(cluster: Cluster, monkeypatch: pyte
 def test_a_large_batch_that_does_not_fit_is_told_by_its_few_samples(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = whole_against_cut._Trial.measure
+    measure = whole_against_cut.Trial.measure
 
     def narrow(self: Any, pieces: Any, seed: int = 0, **more: Any) -> Any:
         if max(rows for _, rows in pieces) > 8:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return measure(self, pieces, seed, **more)
 
-    monkeypatch.setattr(whole_against_cut._Trial, "measure", narrow)
+    monkeypatch.setattr(whole_against_cut.Trial, "measure", narrow)
     found = Session(cluster).check("info_nce", rows=64).result().check
     assert (found["samples"], found["causes"]) == (8, ["coupled"])
 

@@ -51,6 +51,7 @@ class FakeRun:
     waits: int = 0
     interrupts: int = 0
     state: str = "training"
+    run_id: str = "run-1"
 
     @property
     def done(self) -> bool:

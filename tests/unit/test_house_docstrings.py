@@ -171,3 +171,33 @@ def test_classes_and_methods_that_docstrings_and_comments_name_exist() -> None:
             if owner not in known or (is_ours and name not in attributes()[owner]):
                 wrong.append(f"{path.relative_to(ROOT)}: {owner}{'.' if name else ''}{name}")
     assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+#: What tells a tensor's shape: a legend such as `[B, S, H]`, or a word for one that needs none.
+SHAPE = re.compile(r"\[[^\]\n]*\]|scalar|one element|(any|full|local) shape|flat")
+
+
+def tensor_functions() -> Iterator[tuple[str, str]]:
+    """Public functions and methods of all rooms that take or return a tensor, with the docstrings that may tell its shape."""
+    for path, module in modules().items():
+        where = path.relative_to(ROOT)
+        for top in module.body:
+            above = [
+                ast.get_docstring(module) or "",
+                ast.get_docstring(top) or "" if isinstance(top, ast.ClassDef) else "",
+            ]
+            for one in top.body if isinstance(top, ast.ClassDef) else [top]:
+                if not isinstance(one, Function) or one.name.startswith("_") or getattr(top, "name", "_")[0] == "_":
+                    continue
+                given = one.args
+                notes = [arg.annotation for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)] + [one.returns]
+                texts = [ast.unparse(note) for note in notes if note is not None]
+                if any(re.fullmatch(r"(torch\.)?Tensor( \| None)?", text) for text in texts):
+                    yield f"{where}:{one.lineno} {one.name}", "\n".join([*above, ast.get_docstring(one) or ""])
+
+
+def test_functions_of_tensors_tell_their_shapes() -> None:
+    """At the function, at its class, or in a legend at the module's top."""
+    found = list(tensor_functions())
+    assert len(found) > 100
+    assert [where for where, text in found if not SHAPE.search(text)] == []

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from guava_nb import systems
+from guava_nb.errors import ConfigError
 
 
 @pytest.fixture
@@ -91,3 +92,36 @@ def test_a_leave_reaches_the_handler_of_this_process(name: str, monkeypatch: pyt
         assert heard == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("wanted", ["cuda", "cuda:1", "0"])
+def test_a_gpu_is_refused_at_once_where_no_driver_is(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    monkeypatch.setattr(systems, "has_gpu_driver", lambda: False)
+    with pytest.raises(ConfigError, match=f"device '{wanted}' is not here: this machine has no driver of a GPU"):
+        systems.check_device(wanted)
+    monkeypatch.setattr(systems, "has_gpu_driver", lambda: True)
+    systems.check_device(wanted)
+
+
+@pytest.mark.parametrize("wanted", ["gpu", "GPU", "CUDA:0", "nvidia"])
+def test_another_word_for_a_gpu_is_told_its_name(wanted: str) -> None:
+    with pytest.raises(ConfigError, match="a GPU is called cuda, or cuda:1 by its number"):
+        systems.check_device(wanted)
+
+
+def test_what_no_driver_decides_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(systems, "has_gpu_driver", lambda: False)
+    for wanted in ("auto", "cpu", "mps", "xpu:1"):
+        systems.check_device(wanted)
+
+
+def test_a_driver_is_a_library_or_the_device_of_rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(systems, "_ROCM", tmp_path / "kfd")
+    monkeypatch.setattr(systems, "_DRIVERS", ("libguava_no_such_driver.so",))
+    assert not systems.has_gpu_driver()
+    (tmp_path / "kfd").touch()
+    assert systems.has_gpu_driver()
+    (tmp_path / "kfd").unlink()
+    loaded: list[str] = []
+    monkeypatch.setattr(systems.ctypes, "CDLL", loaded.append)
+    assert systems.has_gpu_driver() and loaded == ["libguava_no_such_driver.so"]

@@ -18,6 +18,7 @@ from guava_nb.notebook.lines import ShownLines
 from guava_nb.notebook.panel.panel import Frame, Panel
 from guava_nb.notebook.train import check_variable
 from guava_nb.render import program_view
+from guava_nb.spec.plain_values import RemoteObject
 
 __all__ = ["RemoteCode"]
 
@@ -100,7 +101,8 @@ class RemoteCode:
         names, wanted = self._shell.user_ns, _names(args.names)
         for name in wanted:
             if name not in names:
-                raise UsageError(no_variable(name, names))
+                way = "" if name.isidentifier() else f"; it takes names: value = {name}, then %guava_push value"
+                raise UsageError(f"{no_variable(name, names)}{way}")
         session = self._session()
         with _said(session) as say_lines:
             workers = session.push({name: names[name] for name in wanted}, self._on(args), on_output=say_lines)
@@ -119,6 +121,8 @@ class RemoteCode:
         }
         self._shell.user_ns.update(values)
         form = "" if self._is_one(args) else ", a dict by worker"
+        told = [name for name in wanted if any(isinstance(values[name], RemoteObject) for values in found.values())]
+        form += f" ({', '.join(told)}: only as text, for it is no plain data; pull what it holds)" if told else ""
         value = values if len(values) > 1 else values[wanted[0]]
         return f"{_are(wanted)} here{form}, from {', '.join(found)}.", value
 
@@ -172,9 +176,10 @@ def _program(words: Sequence[str], cell: str | None, number: int) -> tuple[str, 
     try:
         return path.read_text(encoding="utf-8"), path.name, words[1:]
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"%guava_run {words[0]}: {getattr(error, 'strerror', None) or 'it is no text file; name a Python program'}"
-        ) from None
+        why = f"there is no such file here ({Path.cwd()} is the folder of this notebook)"
+        if not isinstance(error, FileNotFoundError):
+            why = getattr(error, "strerror", None) or "it is no text file; name a Python program"
+        raise UsageError(f"%guava_run {words[0]}: {why}") from None
 
 
 @contextmanager

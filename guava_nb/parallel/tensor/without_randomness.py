@@ -31,6 +31,11 @@ _DRAWS = {
 _WHOLE_DRAWS = {torch.randint, torch.randint_like}
 _COUNTS = {Tensor.random_, Tensor.geometric_, torch.poisson, torch.binomial}
 _PLACES = {torch.multinomial, Tensor.multinomial}
+#: By name, functions that add products up: in which order, and so with which rounding, depends on the size of a batch.
+_CONTRACTIONS = {
+    "linear", "bilinear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "scaled_dot_product_attention",
+    "multi_head_attention_forward", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)),
+}  # fmt: skip
 
 
 class WithoutRandomness(TorchFunctionMode):
@@ -41,7 +46,7 @@ class WithoutRandomness(TorchFunctionMode):
 
     Attributes:
         drawn: what would have been random, by the names of torch's functions.
-        has_halves: some function gave numbers of 16 bits, as under autocast.
+        has_halves: what is learned from was rounded to 16 bits, as under autocast, or a frozen layer added up in them.
     """
 
     def __init__(self) -> None:
@@ -74,7 +79,9 @@ class WithoutRandomness(TorchFunctionMode):
                 *args[:3], **{key: words[key] for key in ("lower", "upper", "input") if key in words}
             )
         result = func(*args, **words)
-        self.has_halves |= isinstance(result, Tensor) and result.dtype in (torch.bfloat16, torch.float16)
+        if isinstance(result, Tensor) and result.dtype in (torch.bfloat16, torch.float16):
+            # Data of 16 bits, labels say, round nothing: each sample of it is what it is, whole or cut.
+            self.has_halves |= result.requires_grad or getattr(func, "__name__", "").strip("_") in _CONTRACTIONS
         if func in _DRAWS and isinstance(result, Tensor) and result.is_floating_point():
             self._fill(func, result, 0.5)
         elif func in _WHOLE_DRAWS:

@@ -264,6 +264,8 @@ class SumBucket(Message, frozen=True, kw_only=True):
         forwarded: the shards whose messages the payload has, one after another, in place of the sum; all others are the
             receiver's own. None: it has the sum, encoded as gradients are; or their mean by `partial`, exact.
         shards: how many there are, where messages are forwarded.
+        void: with the commit, where messages leave something out: bucket and shard of each message that the receiver was asked
+            for and that does not count, since another worker's came first. What it left out is not the receiver's to send.
     """
 
     NUMBER: ClassVar[int] = 28
@@ -278,12 +280,16 @@ class SumBucket(Message, frozen=True, kw_only=True):
     commit: Commit | None = None
     forwarded: tuple[int, ...] | None = None
     shards: int = 0
+    void: tuple[tuple[int, int], ...] = ()
 
 
 class ParameterBucket(Message, frozen=True, kw_only=True):
     """Orchestrator to worker (GRADIENT): one bucket of new parameter values, where the orchestrator has the optimizer.
 
     Bucket index -1 carries the mean of the buffers. The last bucket of a step carries `commit`.
+
+    Attributes:
+        void: as of `SumBucket`.
     """
 
     NUMBER: ClassVar[int] = 43
@@ -296,6 +302,7 @@ class ParameterBucket(Message, frozen=True, kw_only=True):
     present: bytes
     tensor: FlatTensor
     commit: Commit | None = None
+    void: tuple[tuple[int, int], ...] = ()
 
 
 class CommitStep(Message, frozen=True):

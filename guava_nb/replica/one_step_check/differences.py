@@ -84,7 +84,7 @@ def _distance(a: Tensor | None, b: Tensor | None) -> float:
 
 
 def is_unlike(a: Tensor, b: Tensor | None) -> bool:
-    """Whether two tensors differ in shape, or by more than rounding in their precision."""
+    """Whether two tensors of any shape differ in it, or by more than rounding in their precision."""
     if b is None or a.shape != b.shape:
         return True
     if not (a.is_floating_point() or a.is_complex()):

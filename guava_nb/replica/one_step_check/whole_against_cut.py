@@ -27,18 +27,9 @@ from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.buffer_merge import BufferMerge
 from guava_nb.replica.model.parameter_writes import ParameterWrites
 from guava_nb.replica.objective import Loss, Objective, Observer
+from guava_nb.replica.one_step_check.causes import causes_of
 from guava_nb.replica.one_step_check.comparisons import Comparisons
-from guava_nb.replica.one_step_check.differences import (
-    CLEAN,
-    ROUGH,
-    Measured,
-    differ,
-    differences,
-    is_counted_unlike,
-    is_spanned,
-    is_sum,
-    is_unlike,
-)
+from guava_nb.replica.one_step_check.differences import CLEAN, ROUGH, Measured, differ, differences, is_unlike
 from guava_nb.replica.one_step_check.fitting_policies import unlike_buffers
 from guava_nb.replica.one_step_check.python_state import Kept, PythonState, adopt, is_alike, is_apart
 from guava_nb.replica.one_step_check.set_aside import (
@@ -54,7 +45,8 @@ from guava_nb.replica.one_step_check.set_aside import (
     with_places,
 )  # fmt: skip
 from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather, no_process_group
-from guava_nb.replica.one_step_check.taken_away import WithoutFrequencies, fixed_statistics, is_repeated
+from guava_nb.replica.one_step_check.taken_away import fixed_statistics
+from guava_nb.replica.one_step_check.treated_first import Pieces, treated_first, treats_first
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded
 from guava_nb.replica.shard import ShardWork
@@ -62,31 +54,14 @@ from guava_nb.spec.factories import Resolve
 from guava_nb.spec.own_facts import roots_of
 from guava_nb.telemetry.tasks import uncounted
 
-__all__ = [
-    "BACKWARD", "BATCH_STATISTICS", "COUNT", "COUPLED", "FREQUENCY", "RANDOMNESS", "STATE", "SUM", "TERM", "WEIGHTS",
-    "compare",
-]  # fmt: skip
+__all__ = ["compare"]
 
-#: Causes of a difference.
-BATCH_STATISTICS, RANDOMNESS, WEIGHTS, COUPLED = "batch_statistics", "randomness", "weights", "coupled"
-#: The loss adds its samples up where a mean was expected; a term of it that is no sum over samples counts in each piece.
-SUM, TERM = "sum", "term"
-#: The counts that a step returns for pieces do not add up to that of the whole batch.
-COUNT = "count"
-#: Embeddings divide gradients by how often an index stands in the batch.
-FREQUENCY = "frequency"
-#: The user's step calls backward by itself: that gradient counts in full, whatever the share of the samples.
-BACKWARD = "backward"
-#: Something out of reach changes with each call: the same batch gives another loss with the same random numbers.
-STATE = "state"
 #: Parameters of a larger model are not copied: copy and gradients of it could end the process for lack of memory.
 MOST_MODEL_BYTES = 2 << 30
 #: Names that are tried one by one.
 _MOST_NAMES = 8
 _USER_ERRORS = (Exception, SystemExit)
 
-#: Batches, each with its number of samples.
-_Pieces = Sequence[tuple[Any, int]]
 
 
 def compare(
@@ -126,8 +101,8 @@ class _Case(NamedTuple):
 
     spec: RunSpec
     resolve: Resolve
-    whole: _Pieces
-    pieces: _Pieces
+    whole: Pieces
+    pieces: Pieces
     weights: Mapping[str, Any] | None
 
 
@@ -147,14 +122,18 @@ def _try(case: _Case, precision: str, replica: BaseReplica, model: nn.Module | N
     spec, device = case.spec, replica.device
     try:
         twin = copied(model)
-        trial = _Trial(whole_record(spec, precision), case.resolve, device, twin)
+        trial = Trial(whole_record(spec, precision), case.resolve, device, twin)
         if twin is None and case.weights is not None:
             trial.load_state(case.weights)
         trial.go_on_from(replica, is_copy=twin is not None)
-        with trial.fixed_statistics() if spec.sync_batchnorm else contextlib.nullcontext():
-            found = replace(
-                _look(trial, case.whole, case.pieces, spec.buffers), precision="bf16" if trial.has_halves else precision
-            )
+        with contextlib.ExitStack() as ways:
+            whole, pieces = case.whole, case.pieces
+            if spec.sync_batchnorm:
+                ways.enter_context(trial.fixed_statistics())
+            if treats_first(spec):
+                whole, pieces = ways.enter_context(treated_first(trial, whole, pieces))
+            found = _look(trial, whole, pieces, spec.buffers)
+            found = replace(found, precision="bf16" if trial.has_halves else precision)
         if spec.parallel is not None and spec.parallel.zero_stage >= 2:  # between two forwards, parts are written
             found = replace(found, written=trial.written_inside)
         return found
@@ -167,7 +146,7 @@ def _try(case: _Case, precision: str, replica: BaseReplica, model: nn.Module | N
             torch.cuda.empty_cache()
 
 
-def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces, policies: str) -> Finding:
+def _look(trial: Trial, whole: Pieces, pieces: Pieces, policies: str) -> Finding:
     one = trial.measure(whole)
     counted: dict[str, bool] = {}
     try:
@@ -191,39 +170,11 @@ def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces, policies: str) -> Find
         gradient_norm=one.gradient_norm, fits=fits,
     )  # fmt: skip
     if max(by_loss, by_gradient) > CLEAN:
-        return replace(found, outcome="differs", causes=_causes(trial, whole, pieces, one))
+        return replace(found, outcome="differs", causes=causes_of(trial, whole, pieces, one))
     return replace(found, outcome="differs") if found.buffers or unlike else found
 
 
-def _causes(trial: _Trial, whole: _Pieces, pieces: _Pieces, one: Measured) -> tuple[str, ...]:
-    """Take away one cause after another, and see whether the difference goes with it."""
-    if differ(one, trial.measure(whole)):
-        return (STATE,)
-    if differ(one, trial.measure(whole, seed=1)) or any("." in name for name in trial.unruly):
-        return (RANDOMNESS,)  # streams of the user's own begin nowhere else with another seed
-    causes = []
-    with trial.fixed_statistics() as fixed:
-        if fixed:
-            causes.append(BATCH_STATISTICS)
-            one = trial.measure(whole)
-            if not differ(one, trial.measure(pieces)):
-                return tuple(causes)
-        if trial.has_backward or trial.has_gathered:
-            return (*causes, BACKWARD if trial.has_backward else COUPLED)
-        parts = [trial.measure([piece]) for piece in pieces]
-        with WithoutFrequencies() as evenly:
-            if not differ(trial.measure(whole), trial.measure(pieces)) and evenly.found:
-                return (*causes, FREQUENCY)
-    if is_counted_unlike(one, parts):
-        return (*causes, COUNT)
-    if is_sum(one, parts):
-        return (*causes, SUM)
-    if is_repeated(one, parts, functools.partial(trial.measure, whole), trial.model):
-        return (*causes, TERM)
-    return (*causes, WEIGHTS if is_spanned(one, parts) else COUPLED)
-
-
-class _Trial(Replica):
+class Trial(Replica):
     """A copy of a run's model that is measured and thrown away.
 
     Attributes:
@@ -282,7 +233,7 @@ class _Trial(Replica):
 
     def measure(
         self,
-        pieces: _Pieces,
+        pieces: Pieces,
         seed: int = 0,
         stale: Set[str] = frozenset(),
         keep: bool = False,
@@ -381,7 +332,7 @@ class _Trial(Replica):
             if any(name not in one.written[-1] or is_unlike(one.written[-1][name], piece.get(name)) for piece in pieces)
         )  # fmt: skip
 
-    def kept_by(self, one: Measured, whole: _Pieces, piece: _Pieces) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def kept_by(self, one: Measured, whole: Pieces, piece: Pieces) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return what a measurement left in Python that another one depends on, and what only goes on from itself.
 
         The latter, a counter say, may matter in a later step. What each forward writes anew counts for nothing.
@@ -406,7 +357,7 @@ class _Trial(Replica):
                 counted.append(name)
         return tuple(found), tuple(counted)
 
-    def _a_step_later(self, name: str, whole: _Pieces) -> tuple[Measured, Measured]:
+    def _a_step_later(self, name: str, whole: Pieces) -> tuple[Measured, Measured]:
         """Measure with other weights, without and with what is kept: a copy of the weights shows only where these moved."""
         trained = [p for p in self._named.values() if p.requires_grad]
         before = [parameter.detach().clone() for parameter in trained]
@@ -433,7 +384,7 @@ class _Trial(Replica):
             with torch.no_grad():
                 move_back()
 
-    def moved_looking(self, kept: Sequence[str], one: Measured, whole: _Pieces) -> tuple[str, ...]:
+    def moved_looking(self, kept: Sequence[str], one: Measured, whole: Pieces) -> tuple[str, ...]:
         """Return which of these places, and of the buffers that a step moves, a forward of a validation changes too."""
         buffers = self.beside_norms(self.moved_by(one))
         if not kept and not buffers:
@@ -450,7 +401,7 @@ class _Trial(Replica):
         self._start_over()
         return tuple(found)
 
-    def is_unlike(self, name: str, one: Measured, pieces: _Pieces) -> bool:
+    def is_unlike(self, name: str, one: Measured, pieces: Pieces) -> bool:
         """Whether the pieces leave something else under a name than the whole batch, and not each its own samples' part."""
         many = self.measure(pieces, apart=not self._is_staged)
         left = [kept.get(name, {}) for kept in (many.left[-1:] if self._is_staged else many.left)]

@@ -48,7 +48,9 @@ def load(path: Path) -> Any:
         except Exception as error:  # a damaged file may raise any error
             if type(error).__name__ == "UnpicklingError":  # torch's text for it advises to switch the protection off
                 raise ArchiveError(
-                    "only tensors and plain data are read, and it holds more", is_foreign=True
+                    "only tensors and plain data are read, and it holds more. Of a whole model save the weights, "
+                    "torch.save(model.state_dict(), path), and start from them: weights=PATH (--weights PATH)",
+                    is_foreign=True,
                 ) from error
             text = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             tensor = "a tensor does not fit what is stored of it: " if isinstance(error, RuntimeError) else ""

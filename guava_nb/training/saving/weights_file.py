@@ -48,12 +48,18 @@ def _read(path: Path, current: Mapping[str, Any]) -> dict[str, Any]:
         raise
     except Exception as error:  # of a damaged file any
         raise CheckpointError(
-            f"the weights in {path} cannot be read ({(str(error) or repr(error)).splitlines()[0]}). A file of "
+            f"the weights in {path} cannot be read ({_why(error)}). A file of "
             "torch.save may hold nothing but a state dict: torch.save(model.state_dict(), path)"
         ) from error
     if isinstance(content, dict) and content.get("format") == checkpoint.FORMAT:
         complete(path, content, current)
     return _state_dict(path, content)
+
+
+def _why(error: Exception) -> str:
+    if type(error).__name__ == "UnpicklingError":  # torch's text for it advises to switch the protection off
+        return "it holds more than tensors and plain data, such as a whole model"
+    return (str(error) or repr(error)).splitlines()[0]
 
 
 def _safetensors() -> Any:

@@ -21,7 +21,7 @@ from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.nested import Range, leaves
 from guava_nb.protocol.messages import CheckStep, Finding, RunSpec
-from guava_nb.replica.one_step_check.whole_against_cut import (
+from guava_nb.replica.one_step_check.causes import (
     BACKWARD,
     BATCH_STATISTICS,
     COUNT,
@@ -31,6 +31,7 @@ from guava_nb.replica.one_step_check.whole_against_cut import (
     STATE,
     SUM,
     TERM,
+    TREATED,
     WEIGHTS,
 )
 from guava_nb.spec.own_code import is_own, users_function
@@ -280,20 +281,15 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
         if other := question.splitter.reading.on_second_axis(question.content):
             yield other
         yield from _about_coupling(question, together, () if pipeline else answer.moved)
-        yield from _about_treated(spec)
+    if TREATED in answer.causes:
+        names = " and ".join(f"{name}=" for name in ("augment", "preprocess") if getattr(spec, name) is not None)
+        yield (
+            f"{names} compares the samples of a batch, and on each worker it sees its share only: let the collate function do that "
+            f"(collate_fn=), which has the whole batch, or {_ON_ONE}"
+        )
     yield from _about_python(spec, question, answer)
     yield from _about_buffers(spec, answer)
     yield from (one[0].upper() + one[1:] for one in _about_fits(answer))
-
-
-def _about_treated(spec: RunSpec) -> Iterator[str]:
-    """Say that a lone pipeline cuts later than the check does."""
-    names = " and ".join(f"{name}=" for name in ("augment", "preprocess") if getattr(spec, name) is not None)
-    if names and spec.parallel is not None and spec.parallel.pp > 1 and spec.parallel.dp == 1:
-        yield (
-            f"The check cuts a batch before {names}, and the pipeline cuts its micro-batches after: where only that compares "
-            "samples (mixup), this run has the numbers of plain PyTorch"
-        )
 
 
 def _about_failed(question: Question, answer: Finding, together: str) -> Iterator[str]:

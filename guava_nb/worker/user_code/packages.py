@@ -97,14 +97,24 @@ def _pip(*words: str) -> str:
         process.communicate()
     if status:
         missing = "No module named pip" in "\n".join(told)
-        first = next((k for k, line in enumerate(told) if line.startswith("ERROR")), 0)  # all of it was printed already
-        why = (
-            "this Python has no pip; install there with the tool that made its environment"
-            if missing
-            else "\n".join(told[first:])
-        )
+        why = _reason(told)
+        if missing:
+            why = "this Python has no pip; install there with the tool that made its environment"
         raise ConfigError(f"pip refused, and torch and all that is loaded here stay as they are: {why}")
     return told[-1] if told else ""
+
+
+def _reason(told: Sequence[str]) -> str:
+    """Why pip refused, out of its last lines, which were all printed already; and what to do."""
+    errors = [line.removeprefix("ERROR: ") for line in told if line.startswith("ERROR: ")]
+    text = next(
+        (line for line in errors if "No matching distribution" in line), errors[0] if errors else "\n".join(told)
+    )
+    if any("The user requested (constraint)" in line for line in told):
+        return f"{text.rstrip('.')}. What is loaded there keeps its version: ask for a version that goes with it, or for none"
+    if "No matching distribution" in text:
+        return f"{text.rstrip('.')}. No package of this name and version is to be had there: look at its spelling"
+    return text
 
 
 def _installed() -> dict[str, str]:

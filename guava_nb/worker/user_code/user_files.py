@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
@@ -33,8 +33,9 @@ class FileFolder:
         Raises:
             ConfigError: a path leads out of the folder, a text is not what its hash says, or a file would hide a package.
         """
+        installed = metadata.packages_distributions()  # reads every package here: once, not for each file
         for file in files:
-            _check(file)
+            _check(file, installed)
         root = self._root()
         new = [file.path for file in files if file.path not in self._known]
         changed = [file.path for file in files if self._known.get(file.path, file.sha256) != file.sha256]
@@ -44,7 +45,10 @@ class FileFolder:
             target.write_text(file.text, encoding="utf-8", newline="")
             self._known[file.path] = file.sha256
         importlib.invalidate_caches()
-        said = [f"{len(new)} new" if new else "", f"changed: {', '.join(changed)}" if changed else ""]
+        said = [
+            f"{len(new)} new file{'s' if len(new) > 1 else ''}" if new else "",
+            f"changed: {', '.join(changed)}" if changed else "",
+        ]
         return "; ".join(filter(None, (*said, _reload([*new, *changed])))) or "all files are here already"
 
     def close(self) -> None:
@@ -61,7 +65,7 @@ class FileFolder:
         return Path(self._folder.name)
 
 
-def _check(file: UserFile) -> None:
+def _check(file: UserFile, installed: Collection[str]) -> None:
     path = PurePosixPath(file.path)
     top = path.parts[0].removesuffix(".py") if path.parts else ""
     if (
@@ -75,7 +79,7 @@ def _check(file: UserFile) -> None:
         raise ConfigError(f"the file {file.path!r} does not lie below a folder, and is not written")
     if hashlib.sha256(file.text.encode("utf-8")).hexdigest() != file.sha256:
         raise ConfigError(f"the file {file.path} arrived with another hash than it was sent with; send it again")
-    if top in sys.stdlib_module_names or top in metadata.packages_distributions():
+    if top in sys.stdlib_module_names or top in installed:
         raise ConfigError(
             f"the file {file.path} would hide the package {top!r} that is installed here: give it another name"
         )

@@ -8,7 +8,7 @@ from typing import Any
 from tests.support.explorer.replica import FAILURES
 from tests.support.explorer.world import Configuration
 
-__all__ = ["COVERING", "WHOLE", "Case"]
+__all__ = ["BREAKS", "COVERING", "OWING", "WHOLE", "Case"]
 
 STEPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
 _SMALL = ((0, 1),)
@@ -27,6 +27,20 @@ _WAYS = (
 )
 #: Rounds of local steps that go on while their sum travels.
 _EARLY: dict[str, Any] = {"early": True, "workers": 3, "batches": STEPS, "buckets": 2, "snapshot_every": 2}
+#: Rounds whose messages leave most out, which their senders owe: a batch has samples for more than one message.
+OWING: dict[str, Any] = {
+    "owes": True,
+    "undoes": False,
+    "batches": ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)),
+    "snapshot_every": 2,
+}
+_OWING_3: dict[str, Any] = {
+    **OWING,
+    "workers": 3,
+    "buckets": 2,
+    "batches": tuple(tuple(range(n, n + 6)) for n in (0, 6, 12)),
+}
+BREAKS = {"cut": 3, "late": 1}
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,8 @@ def _covering() -> list[Case]:
         _drawn(
             "star, rounds begun early: 3 workers, 3 steps, stops", 20, faults=_STOPS, together=4, save_every=1, **_EARLY
         ),
+        _drawn("star, messages that leave something out: 2 workers, 3 steps", 40, faults=BREAKS, together=4, **OWING),
+        _drawn("star, messages that leave something out: 3 workers, 3 steps", 20, faults=_ANY, together=5, **_OWING_3),
     ]
     for exchange, site in _WAYS:
         way = {"exchange": exchange, "site": site}
@@ -92,6 +108,11 @@ def _whole() -> list[Case]:
     out.append(
         _drawn("star, rounds begun early: 3 workers, failures", 2000, faults=_FAILS | _ANY, together=5, **_EARLY)
     )
+    for name, owing in (("2 workers", OWING), ("3 workers", _OWING_3)):
+        out.append(
+            _drawn(f"star, messages that leave something out: {name}, breaks", 2000, faults=BREAKS, together=4, **owing)
+        )
+        out.append(_drawn(f"star, messages that leave something out: {name}", 2000, faults=_ANY, together=5, **owing))
     for exchange, site in _WAYS:
         way = {"exchange": exchange, "site": site}
         name = f"{exchange}, optimizer at {site}"

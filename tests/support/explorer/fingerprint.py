@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.hub.bucket_sum import BucketSum
@@ -46,10 +47,12 @@ def freeze(value: Any) -> Hashable:
     if isinstance(value, Position):
         return value.epoch, value.batches, value.samples
     if isinstance(value, BucketSum):
-        waiting = tuple((k, tuple(t.tolist())) for k, t in sorted(value._waiting.items()))
-        return value._next, value._present, None if value._total is None else tuple(value._total.tolist()), waiting
+        waiting = tuple((k, freeze(t)) for k, t in sorted(value._waiting.items()))
+        return value._next, value._present, freeze(value._total), waiting
     if isinstance(value, BufferMerge):
         return freeze(value._changes)
+    if isinstance(value, torch.Tensor):
+        return tuple(value.to_dense().tolist())
     if hasattr(value, "tolist"):
         return freeze(value.tolist())
     if hasattr(value, "__slots__") and not isinstance(value, Message):
@@ -74,7 +77,7 @@ def _in_flight(step: StepInFlight) -> Hashable:
     tasks = tuple((task.index, task.owner, *sorted(task.earlier)) for task in machine.tasks)
     return (
         machine.step, machine.generation, machine.solo, machine.decided, tasks, freeze(machine._arrived),
-        tuple(sorted(machine._ready)), machine._complete, machine._held, step.members, freeze(step.sums),
+        tuple(sorted(machine._ready)), machine._complete, machine._held, step.members, freeze(step.sums), freeze(step.messages),
     )  # fmt: skip
 
 
@@ -101,6 +104,7 @@ def job_key(job: ExploredJob) -> Hashable:
         freeze(replicas._ahead_to), freeze(replicas._sent), replicas._requests.__reduce__()[1],
         freeze(replicas._hashes._known), freeze(recovery.held), freeze(job.leaving), freeze(job._boundary.due),
         len(job.run.history), job.run.state,
+        freeze(replicas.sums.rests()) if hasattr(replicas, "sums") else (),
         getattr(group, "team", None), getattr(group, "generation", None), getattr(group, "_broken", None),
         freeze(getattr(group, "_away", {})), getattr(group, "_retired", None), getattr(group, "_breaks", None),
         freeze(getattr(group, "_formed", {})),
@@ -121,7 +125,7 @@ def _worker_key(worker: Any) -> Hashable:
         loop._leave_deadline, pending.committed, todo, pending.abandoned, steps._generation, steps._built_in,
         pending._spared, pending._floor, steps._is_halted,
         None if replica is None else (replica.value, replica.step, freeze(replica.pending), replica.before, replica.fails),
-        getattr(replica, "early_key", tuple)(), None if steps._early._begun is None else key_of(steps._early._begun),
+        getattr(replica, "own_key", tuple)(), None if steps._early._begun is None else key_of(steps._early._begun),
         None if order is None else order.generation, worker.seat.broken, worker.seat.generation,
     )  # fmt: skip
 

@@ -279,12 +279,18 @@ def spec_for(exchange: str, site: str, members: int) -> RunSpec:
 
 
 def replica_set_for(
-    spec: RunSpec, samples: int, buckets: int, saved: Checkpoint | None, run_id: str = "run", votes: bool = False
+    spec: RunSpec,
+    samples: int,
+    buckets: int,
+    saved: Checkpoint | None,
+    run_id: str = "run",
+    votes: bool = False,
+    replica: type[CountingReplica] = CountingReplica,
 ) -> ReplicaSet:
     """The replicas of a run that begins, or goes on from a checkpoint."""
     kind: Any = _WholeSet if spec.parallel is None else _PartsSet
     kind = _VotingSet if votes else kind
-    made = kind(run_id, spec, (), CountingReplica(samples, buckets))
+    made = kind(run_id, spec, (), replica(samples, buckets))
     if saved is not None:
         made.master.load_state(saved.state)
         made.step = made.master_step = saved.step

@@ -18,7 +18,7 @@ from guava_nb.sync.step_machine import Reissue, StepMachine
 from guava_nb.training.run import Run
 from guava_nb.training.step_accounting import SampleLedger, StepAccounting
 from tests.support.explorer import invariants
-from tests.support.explorer.configurations import STEPS
+from tests.support.explorer.configurations import BREAKS, OWING, STEPS
 from tests.support.explorer.world import Configuration
 
 __all__ = ["PLANTED", "Planted"]
@@ -132,4 +132,6 @@ PLANTED = (
             _c(exchange="parts", faults={"undone": 1}), invariants.COSTS),
     Planted("after going back the data go on behind what was lost", StepAccounting, "where", _place_of_the_last_step,
             _c(workers=1, snapshot_every=1, faults={"die": 1, "interrupt": 1, "join": 1}, together=3), invariants.ONCE),
+    Planted("no one is told that a message does not count", StepInFlight, "void", lambda *rest: {},
+            _c(**OWING, faults=BREAKS, together=4), invariants.OWED, 40),
 )  # fmt: skip

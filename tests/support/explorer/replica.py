@@ -15,19 +15,33 @@ from typing import Any
 
 import torch
 
-from guava_nb.protocol.messages import BatchShard, Commit
-from guava_nb.replica.buckets import BucketWire
+from guava_nb.outer_methods.outer_methods import sparse_format
+from guava_nb.protocol.messages import BatchShard, Commit, RoundSpec
+from guava_nb.replica.buckets import Bucket, BucketWire
 from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rounds.local_replica import LocalReplica, _asked
 from guava_nb.replica.rounds.round_end import FirstSteps, RoundEnd
 from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork
 
-__all__ = ["FAILURES", "CountingReplica", "EarlyReplica", "after_steps", "gradient_of", "ids_of"]
+__all__ = [
+    "FAILURES",
+    "OWING",
+    "CountingReplica",
+    "EarlyReplica",
+    "OwingReplica",
+    "after_steps",
+    "gradient_of",
+    "ids_of",
+]
 
 #: What a user's code may do in a step: the step raises and is undone; it raises midway; the schedule raises after it; the
 #: forward raises; the loss is NaN.
 FAILURES = ("undone", "torn", "schedule", "forward", "nan")
+
+
+#: Rounds whose messages have one element; the rest their sender owes.
+OWING = RoundSpec(outer="sparse", density=1 / 64, bits=32, decay=1.0)
 
 
 def _layout(buckets: int) -> Any:
@@ -245,10 +259,63 @@ class EarlyReplica(CountingReplica, LocalReplica):
         super().load_state(state)
         self._after = self._early = self._away = None
 
-    def early_key(self) -> tuple[Any, ...]:
+    def own_key(self) -> tuple[Any, ...]:
         """What is kept of rounds, for the state of the world."""
         if self._early is None:
             return self._after is None, self._away is None
         begun_at = self._early.begun_at
         ids = tuple(ids_of(self._early.results))
         return self._early.asked, ids, begun_at is self._after, begun_at is self._away, self._away is None
+
+
+class OwingReplica(CountingReplica):
+    """One whose messages leave out most of what they should have, by the real wire and its error feedback.
+
+    Attributes:
+        total: what all sums came to so far, `[samples]`.
+    """
+
+    can_apply_ahead = False  # type: ignore[assignment]
+
+    def __init__(self, samples: int, buckets: int, *more: Any) -> None:
+        super().__init__(samples, buckets, *more)
+        wire = sparse_format(OWING.density, OWING.bits, False)
+        made = [Bucket(number, ("number",), ((samples,),), torch.float64, wire=wire) for number in range(buckets)]
+        self.layout.bucket, self.layout.buckets = made.__getitem__, tuple(made)
+        self.wire = BucketWire(self.layout, wire)
+        self.total = torch.zeros(samples, dtype=torch.float64)
+
+    def launch_shard(self, work: ShardWork, on_bucket: Any = None, gates: bool = False) -> LaunchedShard:
+        launched = super().launch_shard(work, on_bucket, gates)
+        if on_bucket is None:  # alone: nothing travels, and what was owed is paid
+            gradient = gradient_of(ids_of(work.parts), self.samples)
+            self.pending = [self.wire.settle(bucket, gradient) for bucket in self.layout.numbers][0].tolist()
+        return launched
+
+    def apply(self, sums: Mapping[int, tuple[bytes, torch.Tensor]] | None, commit: Commit, step: int = 0) -> None:
+        counts = self.pending if sums is None else sums[0][1].tolist()
+        super().apply(sums, commit, step)
+        self.total = self.total + torch.tensor(counts, dtype=torch.float64)
+        self.wire.commit()
+
+    def restore(self) -> None:
+        super().restore()
+        self.wire.discard()
+
+    def state(self, model: bool = True, optimizer: bool = True) -> dict[str, Any]:
+        return {**super().state(), "total": self.total.tolist()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.restore()
+        self.wire.reset()
+        super().load_state(state)
+        self.total = torch.tensor(state["total"], dtype=torch.float64)
+
+    def own_key(self) -> tuple[Any, ...]:
+        """What it owes, for the state of the world."""
+        feedback = self.wire._feedback
+        committed = [(key, tuple(rest.tolist())) for key, rest in sorted(feedback._committed.items())]
+        proposed = [
+            (key, name, tuple(rest.tolist())) for key, m in sorted(feedback._proposed.items()) for name, rest in m
+        ]
+        return tuple(committed), tuple(proposed), tuple(sorted(self.wire._void)), tuple(self.total.tolist())

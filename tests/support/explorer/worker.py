@@ -33,7 +33,7 @@ from guava_nb.protocol.messages import (
 )
 from guava_nb.worker.loop import WorkerLoop
 from guava_nb.worker.preparation import PreparedRun
-from tests.support.explorer.replica import CountingReplica, EarlyReplica, ids_of
+from tests.support.explorer.replica import CountingReplica, ids_of
 
 __all__ = ["Groups", "Line", "Parcel", "Worker"]
 
@@ -173,9 +173,8 @@ class _Preparation:
 
     lost_device = ""
 
-    def __init__(self, samples: int, buckets: int, seat: _Seat, undoes: bool, early: bool) -> None:
-        self._samples, self._buckets, self._seat, self._undoes = samples, buckets, seat, undoes
-        self._kind = EarlyReplica if early else CountingReplica
+    def __init__(self, samples: int, buckets: int, seat: _Seat, undoes: bool, kind: type[CountingReplica]) -> None:
+        self._samples, self._buckets, self._seat, self._undoes, self._kind = samples, buckets, seat, undoes, kind
 
     def build(self, message: Prepare) -> PreparedRun:
         seat = None if message.spec.parallel is None else self._seat
@@ -207,7 +206,13 @@ class Worker:
     """
 
     def __init__(
-        self, name: str, samples: int, buckets: int, groups: Groups, undoes: bool = True, early: bool = False
+        self,
+        name: str,
+        samples: int,
+        buckets: int,
+        groups: Groups,
+        undoes: bool = True,
+        kind: type[CountingReplica] = CountingReplica,
     ) -> None:
         self.name, self.groups = name, groups
         self.line = Line(name.encode())
@@ -217,7 +222,7 @@ class Worker:
         self.left = False
         self.seat = _Seat(name, groups)
         self.loop = WorkerLoop(self._send, torch.device("cpu"), seat=self.seat)  # type: ignore[arg-type]
-        self.loop._preparation = _Preparation(samples, buckets, self.seat, undoes, early)  # type: ignore[assignment]
+        self.loop._preparation = _Preparation(samples, buckets, self.seat, undoes, kind)  # type: ignore[assignment]
 
     def hello(self) -> None:
         """Say who it is."""

@@ -29,7 +29,7 @@ from tests.support.explorer.orchestrator import (
     spec_for,
     without_threads,
 )
-from tests.support.explorer.replica import FAILURES, after_steps
+from tests.support.explorer.replica import FAILURES, OWING, CountingReplica, EarlyReplica, OwingReplica, after_steps
 from tests.support.explorer.search import Choice, Choose, Report, Stop, Violation, explore, wander
 from tests.support.explorer.unasked import try_unasked
 from tests.support.explorer.worker import Groups, Worker
@@ -58,6 +58,7 @@ class Configuration:
         eager: a worker hears at once what only waits in it (`QUIET`), so that the moment of hearing is no choice.
         lockstep: a lone worker waits for the commit of each step, as with a callback that looks at each.
         early: a worker may begin a step before the sum of the one before is here (rounds of local steps with a delay).
+        owes: messages leave out a part of what they should have, which their sender owes (rounds with sparse messages).
     """
 
     workers: int = 2
@@ -77,7 +78,13 @@ class Configuration:
     undoes: bool = True
     eager: bool = True
     early: bool = False
+    owes: bool = False
     lockstep: bool = False
+
+    @property
+    def kind(self) -> type[CountingReplica]:
+        """Of the replicas."""
+        return OwingReplica if self.owes else EarlyReplica if self.early else CountingReplica
 
     @property
     def samples(self) -> int:
@@ -156,8 +163,9 @@ class World:
         self.runs, self.before = self.runs + 1, dict(self.left)
         self.log = [] if saved is None else list(saved.log)
         spec = msgspec.structs.replace(spec_for(config.exchange, config.site, config.workers), lockstep=config.lockstep)
+        spec = msgspec.structs.replace(spec, rounds=OWING) if config.owes else spec
         replicas = replica_set_for(
-            spec, config.samples, config.buckets, saved, f"run-{self.runs}", config.exchange == "voting"
+            spec, config.samples, config.buckets, saved, f"run-{self.runs}", config.exchange == "voting", config.kind
         )
         plan = plan_for(
             [list(ids) for ids in config.batches], config.epochs, saved, prefetch_steps=config.ahead,
@@ -424,7 +432,7 @@ class World:
     def _join(self) -> bool:
         worker = Worker(
             f"w{len(self.workers)}", self.configuration.samples, self.configuration.buckets, self.groups,
-            self.configuration.undoes, self.configuration.early,
+            self.configuration.undoes, self.configuration.kind,
         )  # fmt: skip
         self.workers.append(worker)
         worker.hello()

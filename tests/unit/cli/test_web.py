@@ -72,6 +72,28 @@ def test_only_who_has_the_token_is_answered(page: StatusPage) -> None:
     assert get(whole.replace("/?", "/etc/passwd?"))[0] == 404
 
 
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET http://[ HTTP/1.1", b"403"),
+        (b"GET http://[?token=TOKEN HTTP/1.1", b"404"),
+        (b"GET /?token=%ff\xff%ed%a0%80 HTTP/1.1", b"403"),
+        (b"GET /?token=TOKEN&" + b"token=a&" * 5000 + b" HTTP/1.1", b"200"),
+        (b"GET /..%2f..%2fetc/passwd?token=TOKEN HTTP/1.1", b"404"),
+        (b"BREW /?token=TOKEN HTTP/1.1", b"501"),
+        (b"GET /\x00 HTTP/1.1", b"403"),
+    ],
+)
+def test_odd_requests_get_an_answer_and_say_nothing_in_the_terminal(
+    page: StatusPage, request_line: bytes, status: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_connection(("127.0.0.1", page.port), timeout=10) as odd:
+        odd.sendall(request_line.replace(b"TOKEN", page.token.encode()) + b"\r\n\r\n")
+        answer = odd.makefile("rb").read()
+    assert answer.split(b" ", 2)[1] == status
+    assert page.token.encode() not in answer and capsys.readouterr().err == ""
+
+
 def test_silent_connections_are_few_and_keep_no_one_out(page: StatusPage) -> None:
     before = threading.active_count()
     silent = [socket.create_connection(("127.0.0.1", page.port), timeout=10) for _ in range(_MOST_CONNECTIONS + 8)]

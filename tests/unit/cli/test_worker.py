@@ -38,6 +38,7 @@ def _rooms(monkeypatch: pytest.MonkeyPatch) -> dict[str, types.ModuleType]:
         monkeypatch.setitem(sys.modules, name, rooms[name])
     rooms["guava_nb.protocol.joincode"].JoinCode = Code  # type: ignore[attr-defined]
     rooms["guava_nb.telemetry.hardware"].visible_devices = lambda: ["cuda:0", "cuda:1"]  # type: ignore[attr-defined]
+    monkeypatch.setattr("guava_nb.systems.has_gpu_driver", lambda: True)
     return rooms
 
 
@@ -85,6 +86,17 @@ def test_devices(_rooms: dict[str, types.ModuleType]) -> None:
     _rooms["guava_nb.telemetry.hardware"].visible_devices = lambda: ["cpu"]  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="sees no GPU"):
         devices_for("all", "auto")
+
+
+@pytest.mark.parametrize("words", [("--device", "cuda"), ("--device", "gpu"), ("--gpus", "all"), ("--gpus", "0,1")])
+def test_a_gpu_without_a_driver_is_refused_before_torch_is_loaded(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("guava_nb.systems.has_gpu_driver", lambda: False)
+    monkeypatch.setitem(sys.modules, "guava_nb.worker.network_worker", None)  # what loads torch cannot be imported
+    monkeypatch.setitem(sys.modules, "guava_nb.telemetry.hardware", None)
+    assert main(["worker", "code", *words]) == 2
+    assert "a GPU" in capsys.readouterr().err
 
 
 @dataclass

@@ -424,6 +424,12 @@ def test_an_empty_stream_and_a_used_up_iterator_are_told() -> None:
     assert len(list(feed.epoch())) == 1
     with pytest.raises(ConfigError, match="used up in the first epoch"):
         list(feed.epoch())
+    drained = (batch for batch in [torch.zeros(2)])
+    list(drained)  # a loop of the user's, say, to look at the data
+    with pytest.raises(
+        ConfigError, match="iterator that was used up before, by a run or by a loop of yours: give a DataLoader"
+    ):
+        list(LoaderFeed(drained).epoch())
 
 
 # ------------------------------------------------------------------------------------------------------------ position

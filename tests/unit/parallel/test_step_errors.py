@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from guava_nb.parallel.step_errors import explained
+from guava_nb.errors import TrainingError
+from guava_nb.parallel.step_errors import explained, explaining_stages
 from guava_nb.parallel.tensor.tensor_ops import total
 
 
@@ -74,3 +75,29 @@ def test_a_graph_that_was_used_up_is_told_in_the_words_in_which_torch_refuses_it
     with pytest.raises(RuntimeError) as raised:
         loss.backward()  # type: ignore[no-untyped-call]
     assert "leave backward(), zero_grad() and optimizer.step() out of it" in str(explained(raised.value))
+
+
+class _Layer:
+    kept: dict[str, Tensor] = {}
+
+
+@pytest.mark.parametrize(
+    "raises",
+    [
+        lambda: torch.nn.functional.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 13])),
+        lambda: torch.nn.functional.embedding(torch.tensor([9]), torch.zeros(3, 2)),
+        lambda: "a word".float(),  # type: ignore[attr-defined]
+        lambda: [1].shape,  # type: ignore[attr-defined]
+        lambda: torch.zeros(1).nothing,  # type: ignore[attr-defined]
+    ],
+    ids=["label", "word", "text", "list", "tensor"],
+)
+def test_a_batch_that_does_not_fit_is_not_blamed_on_the_stages(raises: Callable[[], object]) -> None:
+    with pytest.raises((IndexError, AttributeError)), explaining_stages(1, 2):
+        raises()
+
+
+@pytest.mark.parametrize("raises", [lambda: _Layer.kept["first"], lambda: _Layer().gone, lambda: None[0]])  # type: ignore[attr-defined,index]
+def test_what_another_stage_keeps_is_missed_there(raises: Callable[[], object]) -> None:
+    with pytest.raises(TrainingError, match="stage 2 of 2"), explaining_stages(1, 2):
+        raises()

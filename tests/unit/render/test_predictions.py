@@ -33,7 +33,7 @@ IDS = {"sample_ids": np.arange(N)}
 )
 def test_counts_sizes_and_first_rows_are_told(arrays: dict[str, np.ndarray], words: tuple[str, ...]) -> None:
     view = predictions_view(Predictions(arrays, 320))
-    text, html = to_text(view), to_html(view)
+    text, html = to_text(view), to_html(view).replace("\N{NO-BREAK SPACE}", " ")  # figures stay with their units
     for word in words:
         assert word in text and word in html, (word, text)
     assert len(view.tables[1].rows) == 8 and "confidence" in text or "outputs" in text

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from guava_nb.render import (
     run_view,
     session_view,
     summary_view,
+    to_html,
     to_text,
 )
 from guava_nb.status import RunStatus, Status, WireBytes
@@ -121,3 +123,39 @@ def test_approximate_weights_are_told_after_the_end_too() -> None:
     for state in ("training", "done"):
         assert "approximate weights after step 9" in to_text(run_view(replace(run, state=state)))
     assert "approximate weights after step 9" in to_text(summary_view(replace(run, state="done")))
+
+
+def test_the_chosen_mode_and_that_of_a_run_that_goes_on_are_both_told() -> None:
+    going = replace(STATUS, mode="pipeline", run=replace(RUN, mode="data", state="training"))
+    assert "mode     data; pipeline from the next run on" in re.sub(r" {2,}", "     ", to_text(session_view(going)))
+    ended = replace(going, run=replace(going.run, state="done"))
+    assert "from the next run on" not in to_text(session_view(ended))
+
+
+def test_more_workers_than_expected_are_no_part_of_them() -> None:
+    assert "1 ready, 0 expected" in to_text(session_view(replace(STATUS, expected_workers=0)))
+
+
+def test_after_its_end_a_run_has_one_speed_everywhere() -> None:
+    ended = replace(RUN, state="done", samples=1000, elapsed_s=10.0, samples_per_s=777.0)
+    for text in (to_text(session_view(replace(STATUS, run=ended))), to_text(summary_view(ended, (WORKER,)))):
+        assert "100 samples/s" in text and "777" not in text
+
+
+def test_rows_of_workers_stand_in_the_order_of_their_names() -> None:
+    workers = tuple(replace(WORKER, name=name, rank=k) for k, name in enumerate(("local-10", "local-2", "colab")))
+    text = to_text(session_view(replace(STATUS, workers=workers)))
+    assert text.index("colab") < text.index("local-2") < text.index("local-10")
+
+
+def test_figures_stay_with_their_units_where_a_page_wraps() -> None:
+    html = to_html(
+        session_view(replace(STATUS, notes=("9.0 MB of 12 % in 3 ms by --local 2 on 3 workers",))), as_of="--web"
+    )
+    assert (
+        "9.0\N{NO-BREAK SPACE}MB of 12\N{NO-BREAK SPACE}% in 3\N{NO-BREAK SPACE}ms" in html and "on 3 workers" in html
+    )
+    assert (
+        '<span style="white-space:nowrap">--local</span> 2' in html
+        and '<span style="white-space:nowrap">--web</span>' in html
+    )

@@ -10,7 +10,7 @@ from torch import nn
 
 from guava_nb.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from guava_nb.outer_methods.outer_methods import sparse_format
-from guava_nb.protocol.messages import FlatTensor, SumBucket
+from guava_nb.protocol.messages import FlatTensor, ParameterBucket, SumBucket
 from guava_nb.replica.buckets import BUFFERS, BucketWire, build_layout, pack_present, present_at
 
 
@@ -99,7 +99,9 @@ def test_forwarded_messages_come_to_the_same_bits_at_all_and_one_that_is_missing
     layout = build_layout(nn.Linear(90, 90), 1 << 20, sparse := sparse_format())
     flats = [torch.randn(layout.buckets[0].numel) for _ in range(2)]
     senders = [BucketWire(layout, sparse, 0.95) for _ in flats]
-    sent = [wire.encode(0, flat, (5, shard))[1] for shard, (wire, flat) in enumerate(zip(senders, flats, strict=True))]
+    sent = [
+        wire.encode(0, flat, (0, 5, shard))[1] for shard, (wire, flat) in enumerate(zip(senders, flats, strict=True))
+    ]
     hub = BucketWire(layout, sparse)
     assert hub.is_forwarded(0, 2) and not hub.is_forwarded(0, 3)
 
@@ -122,6 +124,28 @@ def test_forwarded_messages_come_to_the_same_bits_at_all_and_one_that_is_missing
     senders[0].commit()
     with pytest.raises(RemoteProtocolError, match="without the message of shard 0"):
         senders[0].decode_sum(*came(1))
+
+
+@pytest.mark.parametrize("kind", [SumBucket, ParameterBucket])
+def test_a_worker_owes_nothing_of_a_message_in_whose_place_another_worker_s_counted(kind: Any) -> None:
+    """It was away while another one did its shard; what it owed before it owes still, and not what that one owes now."""
+    layout = build_layout(nn.Linear(90, 90), 1 << 20, sparse := sparse_format())
+    worker, (first, second, later) = BucketWire(layout, sparse), torch.randn(3, layout.buckets[0].numel)
+    worker.encode(0, first, (1, 4, 0))
+    worker.commit()
+    before = worker.rests()["0"].clone()
+    worker.encode(0, second, (1, 5, 0))
+    head = {"run_id": "r", "generation": 1, "bucket": 0, "present": b"\3", "tensor": layout.buckets[0].form(len(first))}
+    worker.note_void(kind(step=6, void=((0, 0),), **head))  # of a step that comes later
+    worker.note_void(kind(step=5, void=((0, 0), (7, 3)), **head))
+    worker.commit()
+    assert torch.equal(worker.rests()["0"], before)
+    worker.encode(0, later, (1, 6, 0))
+    worker.commit()
+    assert torch.equal(worker.rests()["0"], before) and worker._void == set()
+    worker.encode(0, later, (1, 7, 0))
+    worker.commit()
+    assert not torch.equal(worker.rests()["0"], before)
 
 
 def test_a_hub_that_owes_sends_its_sum_whatever_is_shorter() -> None:

@@ -28,7 +28,7 @@ def reported(buffer: float, square: float = 1.0, loss: tuple[float, float, bool]
     model[0].seen.fill_(buffer)
     rank: Any = SimpleNamespace(
         loss_scale=1.0, _buffers=book, layout=layout, _sums=lambda work, sums: loss,
-        _preprocessing=SimpleNamespace(total=lambda counts: None),
+        preprocessing=SimpleNamespace(total=lambda counts: None),
     )  # fmt: skip
     rank._full_name = MethodType(GroupReplica._full_name, rank)
     part: Any = SimpleNamespace(reports=True, gradient_square=lambda: square, nonfinite=lambda: "0.weight")

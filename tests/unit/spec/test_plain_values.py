@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
+import io
 import pathlib
 import re
 import sys
@@ -119,12 +120,30 @@ class Rude:
         raise ValueError("no")
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (lambda: 1, "is a function, which cannot travel: import it or define it there"),
+        (len, "is a function"),
+        (Mine, "is a class, which cannot travel: import it or define it there"),
+        (pathlib, "is a module"),
+        ((k for k in "a"), "is a generator, which cannot travel: push list() of it"),
+        (io.StringIO("x"), "is an open file, which cannot travel: push what it holds, its read()"),
+        (object(), "is an object,"),
+    ],
+)
+def test_the_kinds_of_python_have_their_everyday_names(value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        there_and_back(value)
+
+
 def test_what_is_not_plain_is_refused_by_name_or_shows_itself() -> None:
     for value, way in [
         (Mine(), "push dataclasses.asdict() of it"), ([Mine()], "asdict"), (Rude(), "make it there in a %%guava_px cell"),
         ({"k": torch.nn.Linear(1, 1)}, "push its state_dict()"), (torch.eye(2).to_sparse(), "to_dense()"),
         (np.ma.array([1]), "filled()"), (np.zeros(1, "i4,f8"), "a dict of its fields"), (pathlib.Path("x"), "push str() of it"),
-        ((k for k in "a"), "push list() of it"), (lambda: 1, "make it there"), (collections.deque([1]), "push list() of it"),
+        ((k for k in "a"), "push list() of it"), (lambda: 1, "define it there in a %%guava_px cell"),
+        (collections.deque([1]), "push list() of it"),
         (np.array(["x"], np.dtypes.StringDType()), "astype(str)"),
     ]:  # fmt: skip
         with pytest.raises(

@@ -44,3 +44,14 @@ def test_what_cannot_be_sent_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "long.py").write_text("123456")
     with pytest.raises(ConfigError, match="of at most"):
         read_files([tmp_path / "long.py"])
+
+
+@pytest.mark.parametrize("given", ["..", "/", "~"])
+def test_a_folder_that_holds_more_than_code_is_refused(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "secret.txt").write_text("s")
+    monkeypatch.chdir(tmp_path / "work")
+    with pytest.raises(ConfigError, match="holds more than your code, and every worker would get it"):
+        read_files([given])

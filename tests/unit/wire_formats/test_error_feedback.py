@@ -52,6 +52,25 @@ def test_a_step_that_does_not_count_leaves_no_trace(wire: WireFormat) -> None:
         plain.commit()
 
 
+@EVERY
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 10**6), steps=st.lists(st.lists(st.booleans(), max_size=3), min_size=1, max_size=6))
+def test_a_message_that_does_not_count_though_its_step_does_is_not_owed(
+    wire: WireFormat, seed: int, steps: list[list[bool]]
+) -> None:
+    """A shard that another worker did, too: its samples are in that one's message and residual."""
+    feedback, inputs_ = ErrorFeedback(wire), iter(inputs(seed, sum(map(len, steps)), 40))
+    given_ = sent = torch.zeros(40, dtype=torch.float64)
+    for counts in steps:
+        for number, does_count in enumerate(counts):
+            flat = next(inputs_)
+            came = wire.decode(feedback.encode(0, flat, number), 40, flat.dtype)
+            given_, sent = (given_ + flat, sent + came) if does_count else (given_, sent)
+        feedback.commit({number for number, does_count in enumerate(counts) if not does_count})
+    rest = feedback.rest(0)
+    assert torch.allclose(sent + (0 if rest is None else rest), given_, rtol=0, atol=1e-12)
+
+
 def test_two_messages_of_one_step_follow_on() -> None:
     """A worker that takes over a shard sends one bucket twice."""
     first, second = inputs(1, 2, 60)

@@ -118,7 +118,7 @@ def test_files_travel_to_newcomers_before_anything_else(tmp_path: Path) -> None:
     path = tmp_path / "guava_test_helper.py"
     path.write_text("A = 1\n")
     with session(None) as (made, cluster):
-        assert made.send_files(path) == {"w0": "1 new"}
+        assert made.send_files(path) == {"w0": "1 new file"}
         path.write_text("A = 22\n")
         assert made.send_files(path) == {"w0": "changed: guava_test_helper.py"}
         DirectWorker(cluster, "late").start()

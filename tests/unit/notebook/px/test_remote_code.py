@@ -77,9 +77,9 @@ def test_a_flood_of_lines_is_shown_in_part_and_ends_with_its_last_lines(opened: 
         ("%guava_push", "NAME"),
         ("%guava_pip --upgrade torch", "no option --upgrade"),
         ("%guava_run", "runs a file: %guava_run train.py"),
-        ("%guava_run not_there.py --lr 3", "not_there.py: No such file"),
+        ("%guava_run not_there.py --lr 3", "not_there.py: there is no such file here"),
         ("%%guava_run --path sideways\n1", "not one of auto, relay, direct"),
-        ("%%guava_run --on local-1 --epochs 3\n1", "no option --epochs"),
+        ("%%guava_run --on local-1 --epochs 3\n1", "--epochs is an option of %guava_train"),
     ],
 )
 def test_mistakes_are_one_line(opened: Any, cell: str, words: str) -> None:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from guava_nb.data.split import RowSplitter
-from guava_nb.protocol.messages import Factory, Finding, RunSpec
-from guava_nb.replica.one_step_check import whole_against_cut
+from guava_nb.protocol.messages import Factory, Finding, ParallelSpec, RunSpec
+from guava_nb.replica.one_step_check import causes, whole_against_cut
 from guava_nb.replica.one_step_check.whole_against_cut import compare
 from guava_nb.replica.replica import Replica
 
@@ -259,12 +259,12 @@ def test_a_sum_is_told_from_a_mean_with_wrong_weights_and_may_be_asked_for() -> 
 
 
 def test_a_count_that_is_clamped_is_told_from_a_sum() -> None:
-    assert look(*built("clamped", "fp32")).causes == (whole_against_cut.COUNT,)
+    assert look(*built("clamped", "fp32")).causes == (causes.COUNT,)
 
 
 @pytest.mark.parametrize("step", ["penalised_sum", "penalised_count", "penalised_as_mean"])
 def test_a_penalty_that_each_piece_adds_is_told_from_coupling(step: str) -> None:
-    assert look(*built(step, "fp32")).causes == (whole_against_cut.TERM,)
+    assert look(*built(step, "fp32")).causes == (causes.TERM,)
 
 
 @pytest.mark.parametrize("step", ["penalised_right", "penalised_mean"])
@@ -295,7 +295,7 @@ def test_an_embedding_that_counts_its_batch_is_named() -> None:
         model=Factory("ByFrequency"), criterion=None, step=Factory("mean"), optimizer=Factory("SGD"), scheduler=None
     )
     replica = Replica(spec, found, torch.device("cpu"))
-    assert look(replica, spec).causes == (whole_against_cut.FREQUENCY,)
+    assert look(replica, spec).causes == (causes.FREQUENCY,)
 
 
 def mean(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -468,3 +468,28 @@ def step(model, batch):
         kept["mean"] = x.mean(0)
     return functional.cross_entropy(model(x - kept["mean"]), y)
 """
+
+
+def halved(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A loss that couples samples a little, beside labels that came in 16 bits."""
+    labels = functional.one_hot(batch[1], 3).bfloat16() * 1
+    out = model(batch[0])
+    return (out - labels.to(out.dtype)).square().mean() + 0.02 * out.var(0).mean()
+
+
+def test_labels_of_16_bits_make_no_other_difference_a_rounding() -> None:
+    finding = look(*built("halved", "fp32"))
+    assert (finding.outcome, finding.causes, finding.precision) == ("differs", ("coupled",), "fp64")
+
+
+def mixed(batch: Any) -> Any:
+    x, y = batch
+    return 0.7 * x + 0.3 * x.flip(0), y
+
+
+@pytest.mark.parametrize(("mode", "causes_found"), [("data", ("treated",)), ("pipeline", ()), ("hybrid", ("treated",))])
+def test_what_is_augmented_is_cut_before_or_after_as_the_run_cuts_it(mode: str, causes_found: tuple[str, ...]) -> None:
+    shape = {"data": None, "pipeline": ParallelSpec(pp=2), "hybrid": ParallelSpec(pp=2, dp=2)}[mode]
+    spec = msgspec.structs.replace(built(None, "fp32")[1], augment=Factory("mixed"))
+    finding = look(Replica(spec, found, torch.device("cpu")), msgspec.structs.replace(spec, parallel=shape))
+    assert (finding.causes, finding.outcome) == (causes_found, "differs" if causes_found else "same")

@@ -204,3 +204,12 @@ def test_a_file_that_is_missing_or_damaged_and_a_missing_package_are_told(
     monkeypatch.setattr(weights_file.importlib, "import_module", missing)
     with pytest.raises(ConfigError, match="pip install safetensors"):
         fitting_weights(tmp_path / "a.safetensors", SmallNet())
+
+
+def test_a_whole_model_is_refused_without_torchs_advice_to_unpickle_it(tmp_path: Path) -> None:
+    torch.save(SmallNet(), path := tmp_path / "whole.pt")
+    with pytest.raises(
+        CheckpointError, match=r"such as a whole model\)\. .*torch.save\(model.state_dict\(\), path\)$"
+    ) as caught:
+        fitting_weights(path, SmallNet())
+    assert "weights_only" not in str(caught.value).lower() and "options" not in str(caught.value)

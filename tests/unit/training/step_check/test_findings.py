@@ -62,10 +62,10 @@ def asked(**changes):
         ),
         (STAGED, asked(), Finding("differs", causes=("term",)), "penalty.*, or take a mode without stages", False),
         (
-            replace(STAGED, augment=Factory("mixup")),
+            replace(SPEC, augment=Factory("mixup")),
             asked(),
-            Finding("differs", causes=("coupled",)),
-            "before augment=, and the pipeline cuts its micro-batches after",
+            Finding("differs", causes=("treated",)),
+            "augment= compares the samples.*its share only: let the collate function do that .*shares=.1, 0.",
             False,
         ),
         (SPEC, asked(), Finding("differs", causes=("count",)), "do not add up.*return the count as it is, 0", False),

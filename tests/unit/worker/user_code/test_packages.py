@@ -77,3 +77,24 @@ def test_a_python_without_pip_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(packages.sys, "executable", str(fake))
     with pytest.raises(ConfigError, match="this Python has no pip"):
         install(["einops"])
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (
+            ["Looking in indexes: a", "ERROR: Could not find a version that satisfies x (from versions: none)",
+             "ERROR: No matching distribution found for x"],
+            "No matching distribution found for x. No package of this name and version is to be had there: look at its spelling",
+        ),
+        (
+            ["ERROR: Cannot install torch==1.0 because these package versions have conflicting dependencies.", "",
+             "    The user requested (constraint) torch==2.13.0", "ERROR: ResolutionImpossible: for help visit a page"],
+            "Cannot install torch==1.0 because these package versions have conflicting dependencies. What is loaded there keeps "
+            "its version: ask for a version that goes with it, or for none",
+        ),
+        (["a line", "another"], "a line\nanother"),
+    ],
+)  # fmt: skip
+def test_the_reason_is_one_sentence_with_what_to_do(told: list[str], said: str) -> None:
+    assert packages._reason(told) == said

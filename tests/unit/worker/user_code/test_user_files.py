@@ -31,7 +31,7 @@ def folder() -> Iterator[FileFolder]:
 def test_modules_are_placed_and_loaded_anew_when_one_of_them_changed(folder: FileFolder) -> None:
     base, top = file("guava_test_mine/base.py", "A = 1\n"), file("guava_test_mine/top.py", "from .base import A\n")
     init = file("guava_test_mine/__init__.py", "")
-    assert folder.place([init, base, top]) == "3 new"
+    assert folder.place([init, base, top]) == "3 new files"
     module = importlib.import_module("guava_test_mine.top")
     assert module.A == 1
     assert folder.place([init, base, top]) == "all files are here already"
@@ -61,3 +61,16 @@ def test_the_folder_goes_with_its_end(folder: FileFolder) -> None:
     assert str(root) in sys.path and root.is_dir()
     folder.close()
     assert str(root) not in sys.path and not root.exists()
+
+
+def test_the_packages_here_are_looked_up_once_for_any_number_of_files(
+    folder: FileFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def packages() -> dict[str, list[str]]:
+        asked.append(1)
+        return {}
+
+    monkeypatch.setattr("guava_nb.worker.user_code.user_files.metadata.packages_distributions", packages)
+    assert folder.place([file(f"guava_test_mine/f{k}.py", "") for k in range(50)]) == "50 new files" and len(asked) == 1
