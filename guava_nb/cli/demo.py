@@ -249,12 +249,13 @@ def _check(options: DemoOptions, model: Module, losses: list[float]) -> dict[str
 
     from guava_nb.cli.demo_model import DigitNet
     from guava_nb.cli.reference import OuterLoop, measure_parity, train_local, train_plain
+    from guava_nb.spec.round_options import outer_step
 
     torch.manual_seed(options.seed)
     plain = DigitNet().to(torch.float64 if options.precision == "fp64" else torch.float32)
     loader, shares = make_loaders(options)[0], options.shares or (1.0,) * options.workers
     if options.sync == "local":
-        outer = OuterLoop(plain, options.outer, len(shares))
+        outer = OuterLoop(plain, options.outer, len(shares), outer_step(options.outer, options.sync_every))
         plain_losses = train_local(
             plain, loader, options.epochs, options.learning_rate, shares, options.sync_every, outer, options.sync_delay
         )

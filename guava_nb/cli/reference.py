@@ -78,13 +78,16 @@ def train_plain(model: nn.Module, loader: Batches, num_epochs: int, learning_rat
 class OuterLoop:
     """The end of a round, as the papers have it: the model's parameters and each worker's pseudo-gradient become new ones."""
 
-    def __init__(self, model: nn.Module, method: str, workers: int) -> None:
-        """Prepare for "average" (arXiv 1805.09767), "nesterov" (2311.08105), "sparse" (SparseLoCo, 2508.15706), or "partial"."""
+    def __init__(self, model: nn.Module, method: str, workers: int, step: float = 1.0) -> None:
+        """Prepare for "average" (arXiv 1805.09767), "nesterov" (2311.08105), "sparse" (SparseLoCo, 2508.15706), or "partial".
+
+        `step` is the length of the outer step of the last one, with several workers.
+        """
         is_nesterov, self._method = method == "nesterov", method
         self._model, self._owed = model, [torch.zeros(())] * (workers + 1)  # the last is the hub's
         self._optimizer = torch.optim.SGD(
             model.parameters(),
-            lr=0.7 if is_nesterov else 1.0,
+            lr=0.7 if is_nesterov else step if workers > 1 else 1.0,
             momentum=0.9 if is_nesterov else 0.0,
             nesterov=is_nesterov,
         )

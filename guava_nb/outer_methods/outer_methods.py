@@ -20,7 +20,8 @@ from guava_nb.wire_formats.wire_format import WireFormat
 
 __all__ = ["OUTER_METHODS", "OuterMethod", "mixed", "pseudo_gradient", "sparse_format"]
 
-_CHUNK = 4096
+#: Elements that are compared with each other. Of signs more, since the one level of a chunk is a fifth of a short one's bytes.
+_CHUNK, _CHUNK_OF_SIGNS = 4096, 65_536
 
 
 def pseudo_gradient(before: Tensor, after: Tensor) -> Tensor:
@@ -88,18 +89,18 @@ class OuterMethod:
         return moved.to(weights.dtype), buffer
 
 
-def sparse_format(density: float = 1 / 64, bits: int = 2, of_senders: bool = False, chunk: int = _CHUNK) -> TopK:
+def sparse_format(density: float = 1 / 64, bits: int = 2, of_senders: bool = False) -> TopK:
     """Return the format of sparse pseudo-gradients: of each chunk that part of the elements, at least one, at so many bits.
 
     Args:
         density: part of the elements that is sent.
         bits: of each value: 1, 2, 4, 8 or 32.
         of_senders: as of `TopK`.
-        chunk: elements that are compared with each other.
 
     Raises:
         ConfigError: the numbers make no format.
     """
+    chunk = _CHUNK_OF_SIGNS if bits == 1 else _CHUNK
     return TopK(max(1, round(density * chunk)), chunk, bits, of_senders)
 
 

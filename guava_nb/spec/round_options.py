@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from guava_nb.errors import ConfigError
 
-__all__ = ["SPARSE_METHODS", "RoundOptions", "check_rounds", "filled"]
+__all__ = ["SPARSE_METHODS", "RoundOptions", "check_rounds", "filled", "outer_step"]
 
 #: Outer methods whose messages have the largest elements only.
 SPARSE_METHODS = ("sparse", "partial")
 _EVERY = 30
+#: The outer step of partial averaging, from which length of a round on, and up to which part of the elements in a message
+#: (tests/benchmarks/RESULTS.md).
+_LONG_STEP, _LONG_STEP_EVERY, _LONG_STEP_DENSITY = 1.4, 15, 1 / 32
 
 
 class RoundOptions(Protocol):
@@ -26,6 +30,8 @@ class RoundOptions(Protocol):
     def outer(self) -> str | None: ...  # noqa: D102
     @property
     def outer_momentum(self) -> float | None: ...  # noqa: D102
+    @property
+    def outer_args(self) -> Mapping[str, Any] | None: ...  # noqa: D102
     @property
     def wire(self) -> str: ...  # noqa: D102
     @property
@@ -71,11 +77,25 @@ def check_rounds(options: RoundOptions) -> None:
         )
 
 
+def outer_step(outer: str, every: int, outer_args: Mapping[str, Any] | None = None) -> float:
+    """Return the learning rate of an outer step without momentum that is taken where none is given.
+
+    With partial averaging one worker sends an element, and the others went the same way but did not send it: a longer step
+    stands in for that. Measured: in rounds of 5 steps, and where a message has many elements, it is too long.
+    """
+    density = (outer_args or {}).get("density", 1 / 64)
+    is_sparse = isinstance(density, int | float) and density <= _LONG_STEP_DENSITY  # all else is refused elsewhere
+    return _LONG_STEP if outer == "partial" and every >= _LONG_STEP_EVERY and is_sparse else 1.0
+
+
 def filled(options: RoundOptions) -> dict[str, Any]:
     """Return, by name, what the options of local sync that were not given are."""
     outer = options.outer or "average"
     usual: dict[str, Any] = {"sync_every": _EVERY, "outer": outer, "outer_lr": 0.7, "outer_momentum": 0.9}
     usual["sync_delay"] = 0
     if outer != "nesterov":
-        usual |= {"outer_lr": 1.0, "outer_momentum": 0.0}
+        usual |= {
+            "outer_lr": outer_step(outer, options.sync_every or _EVERY, options.outer_args),
+            "outer_momentum": 0.0,
+        }
     return {name: value for name, value in usual.items() if getattr(options, name) is None}

@@ -299,7 +299,7 @@ def _check_outer_args(outer: str, given: Mapping[str, Any]) -> None:
         )
     rules: Mapping[str, tuple[Callable[[float], bool], str]] = {
         "density": (lambda value: 0 < value <= 1, "give a number above 0, up to 1"),
-        "bits": (lambda value: value in (2, 4, 8, 32), "give 2, 4, 8 or 32"),
+        "bits": (lambda value: value in (1, 2, 4, 8, 32), "give 1, 2, 4, 8 or 32"),
         "decay": (lambda value: 0 <= value <= 1, "give a number from 0 to 1"),
     }
     for name, value in given.items():

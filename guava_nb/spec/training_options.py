@@ -133,11 +133,12 @@ class TrainingOptions:
             "sparse" (SparseLoCo), which sends the largest 1/64 of each pseudo-gradient at 2 bits and the rest with later rounds,
             or "partial", which sends as much, leaves the rest in the worker's own weights and takes of each element the mean of
             those who sent it: measured, it trains best at few bytes in long runs. By default average.
-        outer_lr: learning rate of that common step; of nesterov 0.7 by default, else 1.
+        outer_lr: learning rate of that common step; of nesterov 0.7 by default, of partial 1.4 in rounds of 15 steps and more
+            that send 1/32 of the elements or less, else 1.
         outer_momentum: momentum of nesterov, below 1; by default 0.9.
         outer_args: of sparse and partial: density, the part that is sent (above 0, up to 1), by default 1/64; bits of each
-            value (2, 4, 8, 32), by default 2. Of sparse also decay, how much of what was left out counts a round later (0 to 1),
-            by default 0.95.
+            value (1, 2, 4, 8, 32), by default 2. Of sparse also decay, how much of what was left out counts a round later (0 to
+            1), by default 0.95.
         sync_delay: local steps that a worker goes on with its own weights before it takes the common ones of the round before,
             so that it computes while these travel; below sync_every. What these steps came to is kept. By default 0: it waits
             for them. A worker alone waits for nothing, and trains as without.

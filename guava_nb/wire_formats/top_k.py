@@ -4,6 +4,7 @@ The sparse updates of SparseLoCo (arXiv:2508.15706) are such messages.
 
 Shapes: a section is R chunks of L elements each, [R, L], of which k are sent: places and values are [R, k]. A message has for
 each section R pairs of levels (bfloat16; at 1 bit one of each chunk, at 32 bits none), then the places, then the values.
+A sign has no zero: at 1 bit zeros are sent as places behind their chunk, which count as none.
 """
 
 from __future__ import annotations
@@ -78,7 +79,11 @@ class TopK(WireFormat):
         values, levels = rows * count, 2 * rows * self._num_levels
         if self.bits == 32:
             return levels, index_bytes(rows, length, count), values * accumulation_dtype(dtype).itemsize
-        return levels, index_bytes(rows, length, count), packed_bytes(values, self.bits)
+        return levels, index_bytes(rows, self._room(length, count), count), packed_bytes(values, self.bits)
+
+    def _room(self, length: int, count: int) -> int:
+        """Return below which number the places of a chunk lie."""
+        return length + count if self.bits == 1 else length
 
     # ---------------------------------------------------------------------------------------------------------- encode
 
@@ -90,8 +95,12 @@ class TopK(WireFormat):
             places = _largest(section, count)
             # At 32 bits there are no levels, and the part has no bytes.
             chosen = section.gather(1, places)
+            if self.bits == 1 and not bool(chosen.all()):
+                behind = length + torch.arange(count, device=places.device)
+                places, order = torch.where(chosen == 0, behind, places).sort(1)
+                chosen = chosen.gather(1, order)
             levels, codes = (chosen[:, :0], chosen) if self.bits == 32 else self._quantised(chosen)
-            parts += [levels, *encoded_indices(places, length), codes]
+            parts += [levels, *encoded_indices(places, self._room(length, count)), codes]
         return parts
 
     def _quantised(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +123,7 @@ class TopK(WireFormat):
             return sizes.amin(1), largest
         units = torch.where(sizes > 0, sizes / largest.unsqueeze(1) * _UNIT, 0.0).round_().long()
         if self.bits == 1:
-            return (units.sum(1) // units.shape[1] / _UNIT * largest,)
+            return (units.sum(1) // (sizes > 0).sum(1).clamp(min=1) / _UNIT * largest,)
         # Zeros stay zeros: where some are sent, they are the smaller ones, and all others the larger.
         border = torch.where(units.amin(1, keepdim=True) > 0, units.sum(1, keepdim=True), 0)
         is_large = units * units.shape[1] > border
@@ -178,9 +187,13 @@ class TopK(WireFormat):
             levels, indices, codes = (part.clone() for part in torch.split_with_sizes(raw[: sum(sizes)], sizes))
             raw = raw[sum(sizes) :]
             starts = torch.arange(first, first + rows * length, length, device=raw.device).unsqueeze(1)
-            places = decoded_indices(indices, rows, length, count) + starts
+            places = decoded_indices(indices, rows, self._room(length, count), count)
             values = codes.view(dtype) if self.bits == 32 else self._values(levels, codes, rows, count).to(dtype)
-            found.append((places.view(-1), values.reshape(-1)))
+            placed, values = (places + starts).view(-1), values.reshape(-1)
+            if self.bits == 1:
+                is_inside = places.view(-1) < length
+                placed, values = placed[is_inside], values[is_inside]
+            found.append((placed, values))
             first += rows * length
         if not found:
             return torch.zeros(0, dtype=torch.int64, device=raw.device), torch.zeros(0, dtype=dtype, device=raw.device)

@@ -214,7 +214,7 @@ class Messages:
         assert run_spec.rounds is not None
         self.rounds, self.is_sparse = run_spec.rounds, run_spec.rounds.outer == "sparse"
         self.is_partial = run_spec.rounds.outer == "partial" and workers > 1
-        self.dense = WIRE_FORMATS[run_spec.wire]
+        self.dense, self.chunk = WIRE_FORMATS[run_spec.wire], 65536 if run_spec.rounds.bits == 1 else 4096
         self.owed = [torch.zeros(()) for _ in range(workers + 1)]  # the last is the hub's
 
     def _sent(self, sender: int, values: torch.Tensor, count: int = 0) -> torch.Tensor:
@@ -222,14 +222,14 @@ class Messages:
             self.rounds.decay if self.is_sparse and sender < len(self.owed) - 1 else 1.0
         )
         if self.is_sparse:
-            arrived = SparseLoCo(count, 4096, self.rounds.bits, 0.0).compressed(values)
+            arrived = SparseLoCo(count, self.chunk, self.rounds.bits, 0.0).compressed(values)
         else:
             arrived = self.dense.decode(self.dense.encode(values), values.numel(), values.dtype)
         self.owed[sender] = values - arrived
         return arrived
 
     def _mean_of_senders(self, ways: dict[int, torch.Tensor], count: int) -> torch.Tensor:
-        arrived = {k: SparseLoCo(count, 4096, self.rounds.bits, 0.0).compressed(way) for k, way in ways.items()}
+        arrived = {k: SparseLoCo(count, self.chunk, self.rounds.bits, 0.0).compressed(way) for k, way in ways.items()}
         for k, way in ways.items():
             self.owed[k] = way - arrived[k]
         found = torch.stack(list(arrived.values()))
@@ -244,7 +244,7 @@ class Messages:
     def sum_of(self, ways: dict[int, torch.Tensor]) -> torch.Tensor:
         if len(self.owed) == 2:  # a lone worker sends nothing
             return ways[0]
-        count = max(1, round(self.rounds.density * 4096))
+        count = max(1, round(self.rounds.density * self.chunk))
         if self.is_partial:
             return self._mean_of_senders(ways, count)
         total = torch.stack([self._sent(k, way, count) for k, way in ways.items()]).sum(0)

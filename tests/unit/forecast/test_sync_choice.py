@@ -154,14 +154,17 @@ def test_rounds_that_send_a_part_are_shorter_and_it_is_said_what_that_part_was_m
     assert (choice.sync, choice.sync_every, choice.warning) == ("local", 5, "")
     assert choice.sentence.endswith(
         "an average of the weights that 2 workers reach in 5 steps each, of which the largest 1/64 travels and the rest stays "
-        "with its worker; measured with a small language model, after 10,000 steps the loss was 0.9 % below that of an "
-        "exchange in every step; shorter runs lose more, and so may other models"
+        "with its worker; measured with small language models, after 10,000 steps the loss was 0.9 % below to 1.4 % above "
+        "that of an exchange in every step; shorter runs lose more, and so may other models"
     )
     assert "and in these rounds workers wait for it 0% of the time" in choice.sentence
     every = [choose_sync(part, home(step_s=step_s)).sync_every for step_s in (0.2, 0.03, 0.01, 0.005, 0.002)]
     assert every == [5, 15, 15, 30, 60]
     coarse = choose_sync(replace(part, density=1 / 100), home()).sentence
-    assert coarse.endswith("of which the largest 1/100 travels and the rest stays with its worker")
+    assert coarse.endswith(
+        "of which the largest 1/100 travels and the rest stays with its worker; what that costs in loss was not measured for "
+        "rounds of 5 steps"
+    )
     assert choose_sync(part, home(), asked=1).ways[1] == choose_sync(WORK, home(), asked=1).ways[1]  # a step sends all
 
 

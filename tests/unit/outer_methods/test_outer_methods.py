@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -122,9 +123,18 @@ class SparseLoCo:
             count = -(-self.count * len(chunk) // self.chunk)
             chosen = sorted(sorted(range(len(chunk)), key=lambda place: -abs(chunk[place]))[:count])  # noqa: B023
             values = [chunk[place] for place in chosen]
-            for place, value in zip(chosen, values if self.bits == 32 else two_bits(values), strict=True):
+            sent = {1: one_bit, 2: two_bits}.get(self.bits, list)(values)
+            for place, value in zip(chosen, sent, strict=True):
                 out[begin + place] = value
         return out
+
+
+def one_bit(values: list[float]) -> list[float]:
+    """Sign, and the mean magnitude of what is not zero."""
+    sizes = [abs(value) for value in values]
+    units = [round(size / max(sizes) * 2**20) for size in sizes]
+    level = up_to_bfloat16(sum(units) // sum(size > 0 for size in sizes) / 2**20 * max(sizes))
+    return [math.copysign(level, value) if value else 0.0 for value in values]
 
 
 def two_bits(values: list[float]) -> list[float]:
@@ -154,8 +164,9 @@ def up_to_bfloat16(size: float) -> float:
         (OUTER_METHODS["nesterov"], DiLoCo),
         (replace(OUTER_METHODS["sparse"], wire_format=TopK(3, 20, 32)), lambda: SparseLoCo(3, 20, 32, 0.95)),
         (replace(OUTER_METHODS["sparse"], wire_format=TopK(5, 20, 2)), lambda: SparseLoCo(5, 20, 2, 0.95)),
+        (replace(OUTER_METHODS["sparse"], wire_format=TopK(5, 20, 1)), lambda: SparseLoCo(5, 20, 1, 0.95)),
     ],
-    ids=["local SGD", "DiLoCo", "SparseLoCo", "SparseLoCo at 2 bits"],
+    ids=["local SGD", "DiLoCo", "SparseLoCo", "SparseLoCo at 2 bits", "SparseLoCo at 1 bit"],
 )
 def test_ours_equals_the_plain_loop(
     method: OuterMethod, outer: Callable[[], Outer], dtype: torch.dtype, tolerance: float

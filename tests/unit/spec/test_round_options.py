@@ -48,6 +48,12 @@ def test_what_was_not_given_is_filled_in() -> None:
     assert plain == {
         "sync_every": 30, "outer": "average", "outer_lr": 1.0, "outer_momentum": 0.0, "sync_delay": 0
     }  # fmt: skip
+    for every, density, step in ((5, 1 / 64, 1.0), (15, 1 / 64, 1.4), (60, 1 / 32, 1.4), (60, 1 / 8, 1.0)):
+        rounds = filled(
+            TrainingOptions(sync="local", outer="partial", sync_every=every, outer_args={"density": density})
+        )
+        assert rounds["outer_lr"] == step
+    assert filled(TrainingOptions(sync="local", outer="partial"))["outer_lr"] == 1.4
     settled = TrainingOptions(sync="local", outer="nesterov", sync_delay=4).settled(DistributedConfig(num_workers=1))
     assert (settled.sync_every, settled.sync_delay, settled.mixing, settled.outer_momentum) == (30, 4, None, 0.9)
     assert TrainingOptions(sync="local", sync_delay=4, mixing=0.0).settled(DistributedConfig(num_workers=1)).mixing == 0

@@ -288,7 +288,7 @@ def test_rounds_stand_in_the_record_without_their_length() -> None:
         ({"outer": "sparse", "outer_args": {"densety": 1}}, "names 'densety'; it may name density, bits, decay"),
         ({"outer": "sparse", "outer_args": {"density": 0}}, "density is 0; give a number above 0, up to 1"),
         ({"outer": "sparse", "outer_args": {"density": "1"}}, "density is '1'; give a number above 0"),
-        ({"outer": "sparse", "outer_args": {"bits": 3}}, "bits is 3; give 2, 4, 8 or 32"),
+        ({"outer": "sparse", "outer_args": {"bits": 3}}, "bits is 3; give 1, 2, 4, 8 or 32"),
         ({"outer": "sparse", "outer_args": {"decay": 2}}, "decay is 2; give a number from 0 to 1"),
         ({"outer": "partial", "outer_args": {"decay": 0.9}}, "all that was left out stays: leave decay out"),
     ],

@@ -11,7 +11,7 @@ from guava_nb.wire_formats.top_k import TopK, _largest
 
 @settings(deadline=None, max_examples=50)
 @given(
-    numel=st.integers(0, 250), chunk=st.integers(1, 40), bits=st.sampled_from([2, 4, 8, 32]), seed=st.integers(0, 10**6),
+    numel=st.integers(0, 250), chunk=st.integers(1, 40), bits=st.sampled_from([1, 2, 4, 8, 32]), seed=st.integers(0, 10**6),
     data=st.data(), coarse=st.booleans(),
 )  # fmt: skip
 def test_the_largest_of_each_chunk_arrive(
@@ -37,7 +37,8 @@ def test_the_largest_of_each_chunk_arrive(
         else:
             assert (got * given_ >= 0).all()
             assert not got[mask & (given_ == 0)].any()
-            assert len(got[mask].abs().unique()) <= 2 and got.abs().max() <= sizes.max() * (1 + 2**-7)
+            levels = got[mask & (given_ != 0)].abs().unique()
+            assert len(levels) <= bits and got.abs().max() <= sizes.max() * (1 + 2**-7)
 
 
 def test_a_chunk_of_sparse_loco_takes_84_bytes() -> None:
@@ -49,6 +50,18 @@ def test_two_bit_levels_are_the_means_of_small_and_large() -> None:
     flat = torch.tensor([1.0, -1.0, 8.0, -8.0, 0.5, 0.25])
     wire = TopK(4, 6, 2)
     assert wire.decode(wire.encode(flat), 6).tolist() == [1.0, -1.0, 8.0, -8.0, 0.0, 0.0]
+
+
+def test_one_bit_is_the_sign_and_the_mean_of_what_is_not_zero() -> None:
+    wire, flat = TopK(4, 8, 1), torch.zeros(20)
+    flat[:8] = torch.tensor([0.0, 3.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0])  # two of four places are taken
+    flat[8:16] = torch.arange(8.0) - 1
+    message = wire.encode(flat)
+    assert len(message) == wire.encoded_bytes(20)
+    places, values = wire.sent(message, 20)
+    assert wire.decode(message, 20).tolist() == [0, 2, 0, 0, -2, 0, 0, 0, 0, 0, 0, 0, 4.5, 4.5, 4.5, 4.5, 0, 0, 0, 0]
+    assert places.tolist() == [1, 4, 12, 13, 14, 15] and values.tolist() == [2, -2, 4.5, 4.5, 4.5, 4.5]
+    assert torch.equal(wire.left_out(flat, message), flat - wire.decode(message, 20))
 
 
 def test_density_one_at_32_bits_is_exact() -> None:
