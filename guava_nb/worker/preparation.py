@@ -197,7 +197,10 @@ class Preparation:
         spec = message.spec
         if torch.get_num_threads() != (threads := spec.threads or self._threads):  # of an earlier run
             torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(spec.deterministic)
+        if (
+            spec.deterministic or torch.are_deterministic_algorithms_enabled()
+        ):  # of an earlier run; the call loads the compiler
+            torch.use_deterministic_algorithms(spec.deterministic)
         torch.set_default_dtype(self._default_dtype)  # an earlier run's code may have left others
         torch.set_grad_enabled(True)
         module = _module_of(message.cells)
