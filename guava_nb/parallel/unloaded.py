@@ -24,6 +24,7 @@ __all__ = ["go_back", "is_dtensor", "is_optimized", "is_sharded_module", "spare_
 _COMPILER, _SYMBOLIC = "torch._dynamo", "torch.fx.experimental.symbolic_shapes"
 #: Where torch keeps a method without its compiler, once that was loaded for it (`torch/_compile.py`).
 _KEPT = "__dynamo_disable"
+_BY_SCHEDULE = "_wrapped_by_lr_sched"
 _METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 
 
@@ -83,37 +84,43 @@ def go_back(value: Tensor, seed: Tensor, keep_graph: bool) -> None:
         torch.autograd.backward(value * seed, retain_graph=keep_graph)
 
 
-def take_step(optimizer: Optimizer) -> None:
+def take_step(optimizer: Optimizer, step: Callable[[], object] | None = None) -> None:
     """Step an optimizer: as its `step()`, which is called wherever it may do more than compute.
 
     The function below torch's wrappers is called alone where the class is torch's, nothing is compiled, and neither hooks nor a
     profiler see the step: those wrappers load the compiler to tell it where a graph ends.
+
+    Args:
+        optimizer: of the parameters whose gradients are there.
+        step: its `step` as it was before the caller put another in its place; None takes the one that is there.
     """
-    compute = None if _COMPILER in sys.modules else _computation(optimizer)
+    step = step or optimizer.step
+    compute = None if _COMPILER in sys.modules else _computation(optimizer, step)
     if compute is None:
-        optimizer.step()
+        step()
         return
-    if "step" in vars(optimizer):  # a schedule's, which notes that there was one
+    if hasattr(step, _BY_SCHEDULE):
         optimizer._opt_called = True  # type: ignore[attr-defined]
     with torch.no_grad():
         compute(optimizer)
 
 
-def _computation(optimizer: Optimizer) -> Callable[[Optimizer], object] | None:
-    kind, own = type(optimizer), vars(optimizer)
-    tables = [own.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+def _computation(optimizer: Optimizer, step: Callable[[], object]) -> Callable[[Optimizer], object] | None:
+    kind = type(optimizer)
+    tables = [vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
     tables += [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    # A schedule puts a note that there was a step around it; whatever else stands in the place of the class's may do more.
+    called: Any = getattr(step, "__wrapped__" if hasattr(step, _BY_SCHEDULE) else "__func__", None)
     if (
         not kind.__module__.startswith("torch.optim.")
+        or called is not kind.step
         or any(tables)
-        or ("step" in own and not hasattr(own["step"], "_wrapped_by_lr_sched"))
         or optimizer.defaults.get("differentiable")
         or _profiler_enabled()
     ):
         return None
-    step: Any = kind.step
-    while step is not None and step.__globals__["__name__"].startswith("torch."):  # else of somebody who wrapped it
-        if step.__code__.co_name == "_use_grad":
-            return step.__wrapped__  # type: ignore[no-any-return]
-        step = getattr(step, "__wrapped__", None)
+    while called is not None and called.__globals__["__name__"].startswith("torch."):  # else of somebody who wrapped it
+        if called.__code__.co_name == "_use_grad":
+            return called.__wrapped__  # type: ignore[no-any-return]
+        called = getattr(called, "__wrapped__", None)
     return None

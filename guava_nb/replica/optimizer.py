@@ -9,7 +9,6 @@ import contextlib
 import copy
 import inspect
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +41,6 @@ __all__ = [
     "follows_metric",
     "is_gated",
     "is_of_the_user",
-    "warm_up",
 ]
 
 INTERVALS = ("step", "epoch", "validation")
@@ -65,18 +63,6 @@ _CLOSURE = (
 )
 #: Arguments of schedulers that are functions: given as the name of a shared one.
 _FUNCTION_ARGUMENTS = ("lr_lambda", "scale_fn")
-
-
-def warm_up(device: torch.device) -> None:
-    """Start a GPU on a thread, with its library of matrix products: a first run would wait for both. `device` may be any."""
-
-    def start() -> None:
-        with contextlib.suppress(RuntimeError):  # no memory, a lost device: the first run says so
-            square = torch.ones(16, 16, device=device)
-            square @ square
-
-    if device.type != "cpu":
-        threading.Thread(target=start, name="guava-warm-device", daemon=True).start()
 
 
 def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]], resolve: Resolve) -> Optimizer:

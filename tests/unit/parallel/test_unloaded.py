@@ -6,7 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,7 +58,7 @@ def test_a_step_is_the_same_to_the_bit(name: str) -> None:
 def test_torchs_wrappers_are_left_out(name: str) -> None:
     model, optimizer = made(name)
     graded(model, 0)
-    assert unloaded._computation(optimizer) is not None
+    assert unloaded._computation(optimizer, optimizer.step) is not None
     before = model.weight.detach().clone()
     take_step(optimizer)
     assert not torch.equal(model.weight, before)
@@ -79,6 +79,18 @@ def _patched(optimizer: Optimizer) -> Callable[[], object]:
         return before(closure)
 
     optimizer.step = step  # type: ignore[method-assign]
+    return lambda: None
+
+
+def _patched_below_a_schedule(optimizer: Optimizer) -> Callable[[], object]:
+    """As ZeRO 1, whose ranks send parameters at the end of a step."""
+    before = optimizer.step
+
+    def step(self: Optimizer, closure: Any = None) -> Any:
+        return before(closure)
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    optim.lr_scheduler.StepLR(optimizer, 1)
     return lambda: None
 
 
@@ -109,14 +121,17 @@ def _profiled(optimizer: Optimizer) -> Callable[[], object]:
     return profiler.stop
 
 
+CHANGES = [_with_hook, _patched, _patched_below_a_schedule, _wrapped_class, _differentiable, _users, _profiled]
+
+
 @pytest.mark.usefixtures("no_compiler")
-@pytest.mark.parametrize("change", [_with_hook, _patched, _wrapped_class, _differentiable, _users, _profiled])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_step_that_may_do_more_is_called_whole(change: Callable[[Optimizer], Callable[[], object]]) -> None:
     model, optimizer = made("SGD")
-    assert unloaded._computation(optimizer) is not None
+    assert unloaded._computation(optimizer, optimizer.step) is not None
     undo = change(optimizer)
     try:
-        assert unloaded._computation(optimizer) is None
+        assert unloaded._computation(optimizer, optimizer.step) is None
         graded(model, 0)
         before = model.weight.detach().clone()
         if change is _differentiable:
@@ -136,6 +151,22 @@ def test_a_schedule_knows_that_a_step_was_taken() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         schedule.step()
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_who_stands_around_a_step_has_it_taken_below() -> None:
+    model, optimizer = made("SGD")
+    own, ended = optimizer.step, list[str]()
+
+    def step(self: Optimizer) -> None:
+        take_step(self, own)
+        ended.append("sent")
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    graded(model, 0)
+    before = model.weight.detach().clone()
+    take_step(optimizer)
+    assert ended == ["sent"] and not torch.equal(model.weight, before)
 
 
 def test_where_the_compiler_is_loaded_torchs_own_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
