@@ -119,8 +119,9 @@ def _computation(optimizer: Optimizer, step: Callable[[], object]) -> Callable[[
         or _profiler_enabled()
     ):
         return None
-    while called is not None and called.__globals__["__name__"].startswith("torch."):  # else of somebody who wrapped it
-        if called.__code__.co_name == "_use_grad":
-            return called.__wrapped__  # type: ignore[no-any-return]
-        called = getattr(called, "__wrapped__", None)
+    layer: Any = called
+    while layer is not None and layer.__globals__["__name__"].startswith("torch."):  # else of somebody who wrapped it
+        if layer.__code__.co_name == "_use_grad":
+            return layer.__wrapped__  # type: ignore[no-any-return]
+        layer = getattr(layer, "__wrapped__", None)
     return None

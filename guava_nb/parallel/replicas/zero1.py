@@ -82,7 +82,11 @@ def _share_after(optimizer: Optimizer, share: Callable[[], None]) -> None:
     own_step = optimizer.step
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = own_step(*args, **kwargs) if args or kwargs else take_step(self, own_step)
+        result = None
+        if args or kwargs:
+            result = own_step(*args, **kwargs)
+        else:
+            take_step(self, own_step)
         share()
         return result
 
