@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -216,7 +215,7 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
         orchestrator.set_mode(options.mode, **axes)
         orchestrator.launch_workers(options.workers, device=options.device, threads=DEMO_THREADS)
         print(*orchestrator.status().notes, sep="\n", flush=True)
-        _load_the_rest()  # while the launched workers come
+        gc.freeze()  # what was loaded stays: no collection need look at it, the one at the session's end neither
         orchestrator.wait_for_workers(options.workers, timeout=JOIN_TIMEOUT_S)
         orchestrator.register_model(MODEL)
         training = orchestrator.start_training(
@@ -235,13 +234,6 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
             chosen = orchestrator.config
             report.update(mesh=str(chosen.mesh(options.workers)), zero_stage=chosen.zero_stage)
         return report, training.model()
-
-
-def _load_the_rest() -> None:
-    """Load what the first optimizer needs; it sets a variable of the environment, so workers are launched before."""
-    with loading_without_collections():
-        importlib.import_module("torch._dynamo")
-    gc.freeze()  # what was loaded stays: no collection need look at it, the one at the session's end neither
 
 
 def _check(options: DemoOptions, model: Module, losses: list[float]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from guava_nb.forecast.stage_bytes import Passed, passed_between, passed_sums
 from guava_nb.parallel.pipeline.microbatches import count_micro_batches, micro_batch_sizes
 from guava_nb.parallel.pipeline.stages import split_model
 from guava_nb.parallel.replicas.buffer_policy import followed_parameters, is_statistic
-from guava_nb.parallel.replicas.zero23_fsdp import gathered_in
 from guava_nb.parallel.tensor.plan_search import make_plan
 from guava_nb.protocol import messages
 
@@ -181,6 +180,8 @@ class _Spread:
         """ZeRO 2 and 3: parameters are gathered for every forward (3: blocks again for backward), gradients scattered."""
         if self.shape.zero_stage < 2 or self.mesh.data < 2:
             return NOTHING
+        from guava_nb.parallel.replicas.zero23_fsdp import gathered_in  # loads FSDP2
+
         total, ranks = NOTHING, self.mesh.data
         for parameters, again in gathered_in(self.model, self.shape.zero_stage):
             part = sum(_part_elements(p, ranks) * p.element_size() for p in parameters)

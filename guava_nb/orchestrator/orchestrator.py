@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +42,6 @@ from guava_nb.orchestrator.run_check import RunCheck
 from guava_nb.processes.interrupts import interrupts_remembered
 from guava_nb.replica.model.wrappers import is_compiled, unwrapped
 from guava_nb.replica.names import named_function
-from guava_nb.replica.optimizer import warm_up
 from guava_nb.spec.training_options import Reference, TrainingOptions, takes_options
 from guava_nb.status import Status
 from guava_nb.sync.handover import take_over
@@ -106,13 +104,6 @@ class Orchestrator(RunCheck, Generating, SessionHost):
         )  # fmt: skip
         self._advice = PipelineAdvice(self._replica_sets, self._notices, self._planned)
         self._job: TrainingJob | None = None
-        self._warming: threading.Thread | None = None
-
-    def _have_cluster(self) -> Cluster:
-        if self._cluster is None:  # while workers join
-            self._warming = threading.Thread(target=warm_up, name="guava-warm-up", daemon=True)
-            self._warming.start()
-        return super()._have_cluster()
 
     def _new_cluster(self) -> Cluster:
         cluster = super()._new_cluster()
@@ -137,8 +128,6 @@ class Orchestrator(RunCheck, Generating, SessionHost):
             if not self._job.is_current():
                 self._job.run.wait(10.0)
         self._replica_sets.left.wait_no_more()
-        if self._warming is not None:
-            self._warming.join(10.0)
         super()._close()
         self._replica_sets.forget()
 

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 
 from guava_nb.errors import ConfigError
 from guava_nb.nested import leaves
+from guava_nb.parallel.unloaded import is_dtensor, is_optimized, is_sharded_module
 
 __all__ = ["PartsInUse", "is_compiled", "writes"]
 
@@ -53,9 +52,7 @@ _METADATA = {
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile wraps the model or a module of it."""
-    return any(
-        m._compiled_call_impl is not None or isinstance(m, torch._dynamo.OptimizedModule) for m in model.modules()
-    )
+    return any(m._compiled_call_impl is not None or is_optimized(m) for m in model.modules())
 
 
 def writes(func: Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> bool:
@@ -99,7 +96,7 @@ class PartsInUse:
         if number in (2, 3) or number & (number - 1) or self._is_compiled:
             yield
             return
-        parts = {id(p): name for name, p in self._model.named_parameters() if isinstance(p, DTensor)}
+        parts = {id(p): name for name, p in self._model.named_parameters() if is_dtensor(p)}
         own = {id(getattr(layer, name)) for layer in self._layers for name in layer.__dict__["layouts"]}
         parts |= {id(p): name for name, p in self._model.named_parameters() if id(p) in own}
         if not parts:
@@ -122,7 +119,7 @@ def _no_functional_call() -> Iterator[None]:
     call = stateless._functional_call
 
     def refusing(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(part, FSDPModule) for part in module.modules()):
+        if any(is_sharded_module(part) for part in module.modules()):
             name = type(module).__name__.removeprefix("FSDP")
             raise ConfigError(
                 f"torch.func.functional_call gives {name} parameters, and ZeRO 2 and 3 gather those of the model itself, and sum "
@@ -141,7 +138,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, model: nn.Module, parts: Mapping[int, str]) -> None:
         super().__init__()
         self._model, self._parts, self._inside = model, dict(parts), 0
-        self._is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
+        self._is_sharded = any(is_dtensor(p) for p in model.parameters())
         self._gathered: set[int] = set()
         self._made: list[Tensor] = []  # keeps the numbers of what was made of parts from being given again
 
@@ -166,7 +163,7 @@ class _Watch(TorchFunctionMode):
         name = self._parts[id(parts[0])]
         alike = all(id(one) in self._parts and one.shape == parts[0].shape for one in given if one.numel() != 1)
         if _name(func) not in _ELEMENTWISE or not alike:
-            raise ConfigError(_text(name, func, isinstance(parts[0], DTensor)))
+            raise ConfigError(_text(name, func, is_dtensor(parts[0])))
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self._parts[id(result)] = name
@@ -197,7 +194,7 @@ class _Watch(TorchFunctionMode):
 
     def _is_gathered(self, value: Any) -> bool:
         """Whether it is a parameter that FSDP2 gathered for this forward, or shares its memory."""
-        whole = isinstance(value, nn.Parameter) and not isinstance(value, DTensor) and value.ndim > 0
+        whole = isinstance(value, nn.Parameter) and not is_dtensor(value) and value.ndim > 0
         return whole or id(value) in self._gathered
 
     def _on_gathered(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from guava_nb.nested import AxisOf
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.parallel.state.full_state import StatePiece
 from guava_nb.parallel.state.gradient_norm import nonfinite, scale_gradients
+from guava_nb.parallel.unloaded import take_step
 
 __all__ = ["ModelPart"]
 
@@ -108,7 +109,7 @@ class ModelPart(Protocol):
 
     def apply(self) -> None:
         """Step the optimizer; with ZeRO 1 the owners send their parameters at its end."""
-        self.optimizer.step()
+        take_step(self.optimizer)
 
     def model_pieces(self) -> list[StatePiece]:
         """Return this rank's share of the full model's state."""

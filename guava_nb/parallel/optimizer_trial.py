@@ -28,6 +28,7 @@ from guava_nb.parallel.state.full_state import local_part
 from guava_nb.parallel.state.shard_layout import chunk_bounds, even_bounds
 from guava_nb.parallel.tensor.tensor_plan import Plan
 from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
+from guava_nb.parallel.unloaded import take_step
 from guava_nb.protocol.messages import ParallelSpec
 
 __all__ = ["check_optimizer", "check_sharded_optimizer"]
@@ -247,7 +248,7 @@ def _play(
         for gradients in held[1:]:
             for name, parameter in named.items():
                 parameter.grad = gradients[name].clone() if trained[name] else None
-            optimizer.step()
+            take_step(optimizer)
             played.values.append({name: local_part(named[name]).clone() for name in _stepped(part, named)})
     except Exception as problem:  # an optimizer of the user's may raise anything
         played.problem = problem

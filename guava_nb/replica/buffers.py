@@ -19,11 +19,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from guava_nb.errors import LocalProtocolError, TrainingError
 from guava_nb.parallel.replicas.buffer_policy import change_of, is_lost, is_statistic, lost_text, policy_of, taken
 from guava_nb.parallel.state.full_state import local_part
+from guava_nb.parallel.unloaded import is_dtensor
 from guava_nb.replica.buckets import Bucket, pack_present, present_at
 
 __all__ = ["BufferBook"]
@@ -307,7 +307,7 @@ class BufferBook:
     def _differs(self, index: int) -> bool:
         live, saved = self._live(index), self._saved[index]
         is_marked = _mark(live) != self._marks[index]
-        if isinstance(live, DTensor) is not isinstance(saved, DTensor):
+        if is_dtensor(live) is not is_dtensor(saved):
             return is_marked  # gathered for a forward that raised, see `_replace`
         if is_marked and isinstance(live, nn.Parameter):
             return True  # a comparison of each would wait for the device
@@ -348,7 +348,7 @@ class BufferBook:
     def _replace(self, index: int, value: Tensor) -> None:
         """Make one live tensor this value: in place where shape and dtype are the same."""
         live = self._live(index)
-        if isinstance(live, DTensor) is not isinstance(value, DTensor):
+        if is_dtensor(live) is not is_dtensor(value):
             return  # shared out by ZeRO, as of the last commit: what was gathered for a forward that raised is given back
         if live.shape == value.shape and live.dtype == value.dtype:
             with torch.no_grad():

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from guava_nb.errors import ConfigError
 from guava_nb.parallel.step_errors import explained
+from guava_nb.parallel.unloaded import go_back
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.model.build import place_module
 from guava_nb.replica.scores import Scoring, TokenScores
@@ -91,7 +92,7 @@ def counts_none(loss: Loss) -> bool:
 
 
 def backward(value: Tensor, factor: Tensor | float, keep_graph: bool) -> None:
-    """Run backward of `value * factor` without an operation more than a plain loop has.
+    """Run backward of `value * factor`, with an operation more than a plain loop has at most.
 
     Args:
         value: the loss, one element.
@@ -105,7 +106,7 @@ def backward(value: Tensor, factor: Tensor | float, keep_graph: bool) -> None:
         value = value.float()  # the factor would be rounded
     seed = torch.full_like(value, factor) if isinstance(factor, float) else factor.to(value.dtype).reshape(value.shape)
     try:
-        torch.autograd.backward(value, seed, retain_graph=keep_graph)
+        go_back(value, seed, keep_graph)
     except RuntimeError as error:
         if (told := explained(error)) is not None:
             raise told from error

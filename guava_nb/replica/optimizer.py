@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import inspect
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -26,10 +23,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.nested import leaves
 from guava_nb.parallel.module_state import unheard
+from guava_nb.parallel.unloaded import is_dtensor, spare_compiler
 from guava_nb.protocol.messages import Factory
 from guava_nb.replica.state_dict import plain
 from guava_nb.spec.factories import Resolve, build, find
-from guava_nb.spec.loading import loading_without_collections
 
 __all__ = [
     "INTERVALS",
@@ -44,7 +41,6 @@ __all__ = [
     "follows_metric",
     "is_gated",
     "is_of_the_user",
-    "warm_up",
 ]
 
 INTERVALS = ("step", "epoch", "validation")
@@ -69,26 +65,6 @@ _CLOSURE = (
 _FUNCTION_ARGUMENTS = ("lr_lambda", "scale_fn")
 
 
-def warm_up(device: torch.device | None = None) -> None:
-    """Load what torch's optimizers load when the first of them is made: that takes up to two seconds of a first run.
-
-    An interrupt waits for its end: modules of torch that were left half loaded fail in every later run of the process.
-
-    Args:
-        device: is started meanwhile, on a thread, where it is a GPU; its library of matrix products, too.
-    """
-
-    def start() -> None:
-        with contextlib.suppress(RuntimeError):  # no memory, a lost device: the first run says so
-            square = torch.ones(16, 16, device=device)
-            square @ square
-
-    if device is not None and device.type != "cpu":
-        threading.Thread(target=start, name="guava-warm-device", daemon=True).start()
-    with loading_without_collections():
-        importlib.import_module("torch._dynamo")
-
-
 def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]], resolve: Resolve) -> Optimizer:
     """Return the optimizer of a model's parameters, as `model.named_parameters()` gives them.
 
@@ -110,7 +86,7 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
         raise ConfigError("the model has no parameters: there is nothing to train")
     fuses = name in OPTIMIZERS and _may_be_fused(found, factory.args, [parameter for _, parameter in pairs])
     args = {**factory.args, "fused": True} if fuses else factory.args
-    warm_up()
+    spare_compiler()
     made = build("optimizer", name, found, given, from_torch=name in OPTIMIZERS, args=args)
     if not isinstance(made, Optimizer):
         raise ConfigError(
@@ -206,7 +182,7 @@ def _may_be_fused(cls: Any, args: Mapping[str, Any], parameters: Sequence[nn.Par
     """
     if not issubclass(cls, _FUSED) or {"fused", "foreach", "capturable", "differentiable"} & set(args):
         return False
-    kinds = {isinstance(one, DTensor) for one in parameters}  # one kernel cannot take both
+    kinds = {is_dtensor(one) for one in parameters}  # one kernel cannot take both
     return len(kinds) == 1 and all(
         one.is_cuda and one.is_floating_point() and one.dtype != torch.float64 for one in parameters
     )

@@ -3,9 +3,8 @@
 Knows model, loss, gradients, optimizer; knows nothing of sessions, threads or other replicas. Its caller calls,
 per optimizer step: `launch_shard` for each shard it was given, then `apply` with the sums over all shards, or `restore`.
 
-The arithmetic: a shard's gradient is that of `loss_sum / global_rows`; the hub adds shards in their order;
-`Commit.scale` is global_rows / total count. Together that is the gradient of the mean over the global batch, whatever
-the denominators are and however the batch was cut, and no worker needs to know them before its backward.
+A shard's gradient is that of `loss_sum / global_rows`; the hub adds shards in their order; `Commit.scale` is global_rows / total
+count. So it is the gradient of the mean over the global batch, however it was cut; no worker needs a denominator before backward.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from guava_nb.errors import CheckpointError, ConfigError, TrainingError
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
 from guava_nb.parallel.replicas.gather_batch import Gather, gathering, refusing
+from guava_nb.parallel.unloaded import take_step
 from guava_nb.protocol.messages import ParameterChange, RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets, explained, pick
 from guava_nb.replica.buckets import BUFFERS, BucketWire, build_layout, message_format, pack_present, present_at
@@ -270,7 +270,7 @@ class Replica(BaseReplica):
         self.hooks.run()
         if self._spec.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._spec.max_grad_norm)
-        self.optimizer.step()
+        take_step(self.optimizer)
         self._finish_step(sums)
 
     @property

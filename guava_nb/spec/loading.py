@@ -17,7 +17,7 @@ _LIBRARIES = ("torch", "numpy", "sympy", "mpmath")
 
 @contextlib.contextmanager
 def loading_without_collections() -> Iterator[None]:
-    """Collect no garbage in the block: while modules load there is none, and looking for it doubles the time of torch._dynamo.
+    """Collect no garbage in the block: while modules load there is none, and looking for it takes a third of the time.
 
     An interrupt waits for the end of the block: modules that were left half loaded fail whenever the process uses them again.
     """

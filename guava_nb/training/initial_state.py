@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from guava_nb.errors import CheckpointError, ConfigError
+from guava_nb.parallel.unloaded import spare_compiler, take_step
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.model.build import build_model
 from guava_nb.replica.model.shared_memory import refuse_overlaps
@@ -72,9 +73,10 @@ def _after_a_step(kind: type[Optimizer], group: dict[str, Any], like: nn.Paramet
     """The state of a small parameter after a step; {} where it cannot be made."""
     small = nn.Parameter(torch.zeros([2] * like.dim(), dtype=like.dtype))
     small.grad = torch.zeros_like(small)
+    spare_compiler()
     try:
         made = kind([{**group, "params": [small]}])  # type: ignore[call-arg]
-        made.step()
+        take_step(made)
     except Exception:  # settings of a kind that is not known here
         return {}
     return dict(made.state[small])

@@ -50,12 +50,11 @@ from guava_nb.protocol.messages import (
     SumBucket,
 )
 from guava_nb.replica.model.resident import ResidentParts
-from guava_nb.replica.optimizer import warm_up
 from guava_nb.row_cache.reader import Load, RowReader
 from guava_nb.telemetry.energy_reporter import EnergyReporter
 from guava_nb.worker.error_text import DeviceLost
 from guava_nb.worker.pending_steps import ScheduleTicks
-from guava_nb.worker.preparation import USER_ERRORS, Preparation, PreparedRun, Send
+from guava_nb.worker.preparation import USER_ERRORS, Preparation, PreparedRun, Send, warm_up
 from guava_nb.worker.process_group import GroupSeat
 from guava_nb.worker.saving.state_keeper import StateKeeper
 from guava_nb.worker.steps import StepRunner

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -51,12 +54,13 @@ from guava_nb.replica.rounds.local_replica import whole_replica
 from guava_nb.replica.state_dict import weights_digest
 from guava_nb.spec.cells import build_module, cause_is_missing, resolve
 from guava_nb.spec.factories import Resolve
+from guava_nb.spec.loading import loading_without_collections
 from guava_nb.spec.own_facts import facts_of, module_of, roots_of
 from guava_nb.worker.error_text import error_text, lost_device, problem_text, sendable, trace_text
 from guava_nb.worker.process_group import GroupSeat
 from guava_nb.worker.worker_datasets import OwnData
 
-__all__ = ["USER_ERRORS", "Evaluator", "Preparation", "PreparedRun", "Send"]
+__all__ = ["USER_ERRORS", "Evaluator", "Preparation", "PreparedRun", "Send", "warm_up"]
 
 # A worker's answers in a pass over data: validation and prediction of one batch at the last committed state.
 
@@ -165,6 +169,24 @@ class PreparedRun:
         return (self.run_id, self.cells, self.spec) == (message.after, message.cells, message.spec)
 
 
+def warm_up(device: torch.device) -> None:
+    """Start a GPU, with its library of matrix products, on a thread, and load what a group of GPUs needs.
+
+    A first run would wait for both. On processors workers rarely form a group, and load what it needs when they do.
+    """
+
+    def start() -> None:
+        with contextlib.suppress(RuntimeError):  # no memory, a lost device: the first run says so
+            square = torch.ones(16, 16, device=device)
+            square @ square
+
+    if device.type == "cpu":
+        return
+    threading.Thread(target=start, name="guava-warm-device", daemon=True).start()
+    with loading_without_collections():
+        importlib.import_module("guava_nb.replica.group_replica")
+
+
 class Preparation:
     """Builds what runs need, on one device.
 
@@ -197,7 +219,10 @@ class Preparation:
         spec = message.spec
         if torch.get_num_threads() != (threads := spec.threads or self._threads):  # of an earlier run
             torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(spec.deterministic)
+        if (
+            spec.deterministic or torch.are_deterministic_algorithms_enabled()
+        ):  # of an earlier run; the call loads the compiler
+            torch.use_deterministic_algorithms(spec.deterministic)
         torch.set_default_dtype(self._default_dtype)  # an earlier run's code may have left others
         torch.set_grad_enabled(True)
         module = _module_of(message.cells)

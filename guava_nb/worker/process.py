@@ -40,8 +40,8 @@ if TYPE_CHECKING:  # torch is loaded when the order is read
 
 __all__ = ["main"]
 
-#: What every worker loads: the last one when its optimizer is made, in any process that uses torch.
-_PRELOADED = ("torch", "guava_nb.worker.worker_session", "guava_nb.worker.listening", "torch._dynamo")
+#: What every worker loads.
+_PRELOADED = ("torch", "guava_nb.worker.worker_session", "guava_nb.worker.listening")
 #: Seconds between two reports of figures: what a person follows, and no load on the pipe.
 FIGURES_S = 1.0
 

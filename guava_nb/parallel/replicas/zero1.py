@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from guava_nb.errors import ConfigError
+from guava_nb.parallel.unloaded import take_step
 
 __all__ = ["keep_owned", "own_share", "owners"]
 
@@ -81,7 +82,11 @@ def _share_after(optimizer: Optimizer, share: Callable[[], None]) -> None:
     own_step = optimizer.step
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = own_step(*args, **kwargs)
+        result = None
+        if args or kwargs:
+            result = own_step(*args, **kwargs)
+        else:
+            take_step(self, own_step)
         share()
         return result
 

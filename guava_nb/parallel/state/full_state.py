@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from guava_nb.errors import CheckpointError
 from guava_nb.parallel.state.shard_layout import Layout
+from guava_nb.parallel.unloaded import is_dtensor
 
 __all__ = [
     "FullOrder",
@@ -79,7 +79,7 @@ class FullOrder:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return what of a tensor lies on this rank, without its graph: of a DTensor its shard `[n, ...]`, sharing its memory."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor.detach()
     with torch.no_grad():  # then it gives what it holds; to detach a DTensor takes forty times as long
         return tensor.to_local().detach()
@@ -306,8 +306,10 @@ def _local_entry(value: Any, parameter: Tensor, layout: Layout) -> Any:
     if value.ndim == 0 or tuple(value.shape) != layout.full:
         return value.clone()  # torch's optimizers count steps in place, and the state is the caller's
     local = layout.cut(value).to(parameter.device)
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return local
+    from torch.distributed.tensor import DTensor  # loaded with the parameter
+
     return DTensor.from_local(
         local,
         parameter.device_mesh,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from guava_nb.errors import CheckpointError
@@ -22,6 +21,7 @@ from guava_nb.parallel.state.full_state import (
     pieces_of,
 )
 from guava_nb.parallel.state.shard_layout import Layout, chunk_bounds
+from guava_nb.parallel.unloaded import is_dtensor
 
 __all__ = ["LocalTensors", "full_names_of", "hold", "layouts_in", "tensors_of"]
 
@@ -154,7 +154,7 @@ def layouts_in(module: nn.Module, axes: MeshAxes) -> dict[str, Layout]:
 def _layout(tensor: Tensor, known: Layout | None, axes: MeshAxes) -> Layout:
     """Return where a tensor lies in the full one; of a DTensor `[N, ...]` this rank has the rows of its replica."""
     layout = known or Layout.whole(tensor.shape)
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         start, end = chunk_bounds(tensor.shape[0], axes.sizes.data, axes.dp)
         layout = layout.rows(start, end)
     assert tuple(local_part(tensor).shape) == layout.local, (tuple(tensor.shape), layout)

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from guava_nb.errors import TrainingError
 from guava_nb.nested import leaves
 from guava_nb.parallel.foreign_use import is_compiled, writes
+from guava_nb.parallel.unloaded import is_dtensor
 from guava_nb.protocol.messages import ParameterChange
 
 __all__ = ["ForwardWrites"]
@@ -43,7 +43,7 @@ class ForwardWrites:
             always: compare all values in each shard.
         """
         found = dict(model.named_parameters()) if named is None else named
-        self._trained = {n: p for n, p in found.items() if p.requires_grad and not isinstance(p, DTensor)}
+        self._trained = {n: p for n, p in found.items() if p.requires_grad and not is_dtensor(p)}
         kinds = (nn.Embedding, nn.EmbeddingBag)
         by_rows = [m.weight for m in model.modules() if isinstance(m, kinds) and m.max_norm is not None]
         self._by_rows = {name for name, p in self._trained.items() if any(p is weight for weight in by_rows)}

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from guava_nb.errors import ConfigError
 from guava_nb.parallel.module_state import unheard
 from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
+from guava_nb.parallel.unloaded import is_dtensor
 
 __all__ = ["GradientHooks", "refusing_hooks"]
 
@@ -110,7 +110,7 @@ class GradientHooks:
         """
         for name, one in list(self._hooked.items()):
             here = named.get(name)
-            is_cut = here is not None and (isinstance(here, DTensor) or here.shape != one.parameter.shape)
+            is_cut = here is not None and (is_dtensor(here) or here.shape != one.parameter.shape)
             if (is_cut or clips) and self._alters(one):
                 raise ConfigError(
                     f"a hook changes the gradient of {name!r}, and "

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from guava_nb.parallel.unloaded import spare_compiler
+
 __all__ = ["ParameterWrites"]
 
 
@@ -24,6 +26,7 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        spare_compiler(type(self).__torch_dispatch__)
         self._named = dict(named)
         self._first = {name: parameter.data for name, parameter in self._named.items()}
         self._by_memory: dict[int, list[str]] = {}

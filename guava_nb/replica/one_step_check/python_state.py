@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from guava_nb.data.codec import tensor_bytes
 from guava_nb.parallel.tensor.tensor_plan import divided_attributes
+from guava_nb.parallel.unloaded import is_dtensor
 from guava_nb.random_streams import STREAMS, place_in, put_back
 from guava_nb.replica.one_step_check.namespaces import Cell, ClassAttributes, Slots, Switches, has_slots
 from guava_nb.replica.one_step_check.set_aside import CACHE, Pulled
@@ -380,7 +380,7 @@ def _flatten(value: Any, path: str, found: dict[str, Any], seen: set[int], most:
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
-        value = value.to_local() if isinstance(value, DTensor) else value
+        value = value.to_local() if is_dtensor(value) else value
         found[path] = value.detach().to_dense().clone() if value.layout is not torch.strided else value.detach().clone()
     elif isinstance(value, np.ndarray):
         found[path] = value.tobytes()

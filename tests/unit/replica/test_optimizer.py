@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import collections
 import io
-import threading
 from typing import Any
 
 import pytest
@@ -20,10 +19,8 @@ from guava_nb.replica.optimizer import (
     _may_be_fused,
     build_optimizer,
     build_scheduler,
-    warm_up,
 )
 from guava_nb.replica.state_dict import copied, like, plain
-from tests.support.links import eventually
 from tests.support.star import resolver
 
 
@@ -397,16 +394,3 @@ def test_a_wrapper_without_torchs_own_beginning_steps_and_is_undone() -> None:
     net.weight.grad = torch.ones_like(net.weight)
     made.step()
     assert not torch.equal(net.weight, before) and undo.undo() and torch.equal(net.weight, before)
-
-
-def test_a_gpu_is_started_on_a_thread_of_its_own_and_a_processor_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[torch.device, str]] = []
-
-    def ones(*shape: int, device: torch.device) -> torch.Tensor:
-        started.append((device, threading.current_thread().name))
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(torch, "ones", ones)
-    warm_up(torch.device("cpu"))
-    warm_up(torch.device("cuda:1"))
-    eventually(lambda: started == [(torch.device("cuda:1"), "guava-warm-device")], "no GPU was started")

@@ -61,9 +61,7 @@ def test_an_interrupt_goes_to_whoever_takes_interrupts(interrupted: str) -> None
         signal.signal(signal.SIGINT, before)
 
 
-def test_public_names_and_optimizers_load_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from guava_nb.replica import optimizer
-
+def test_public_names_load_so(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
 
     def load(name: str) -> object:
@@ -72,14 +70,11 @@ def test_public_names_and_optimizers_load_so(monkeypatch: pytest.MonkeyPatch) ->
         return sys
 
     package = sys.modules["guava_nb"]
-    for module in (package, optimizer):
-        monkeypatch.setattr(module, "importlib", SimpleNamespace(import_module=load))
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.warm_up()
+    monkeypatch.setattr(package, "importlib", SimpleNamespace(import_module=load))
     monkeypatch.setattr(package, "_HOMES", {"path": "somewhere"})
     with pytest.raises(KeyboardInterrupt):
         package.path  # noqa: B018
-    assert loaded == ["torch._dynamo", "somewhere"]
+    assert loaded == ["somewhere"]
 
 
 def test_a_library_whose_inner_modules_are_left_without_it_is_half_loaded() -> None:
