@@ -38,5 +38,5 @@ def check_device(wanted: str) -> None:
     if kind == "cuda" and not has_gpu_driver():
         raise ConfigError(
             f"device {wanted!r} is not here: this machine has no driver of a GPU (in Colab: Runtime > Change runtime type); "
-            "cpu works everywhere, auto takes what is here"
+            "here are: cpu, and auto takes the best there is"
         )

@@ -82,7 +82,8 @@ WORDS = [
     ("--callbacks stopp", "no variable stopp"), ("--weights nothere.pt", "there are no weights in nothere.pt"),
     ("--max-steps 0", "0 is not 1 or more"), ("--checkpoint-dir nowhere/deep", "there is no folder nowhere"),
     ("--resume session", "contradict each other"), ('--val "train', "never closes it"),
-    ("--val trian", "did you mean train?"),
+    ("--val trian", "did you mean train?"), ("--workers 2", "--workers is an option of %guava_up"),
+    ("--out print", "would hide Python's own print"), ("--optimizer optim.Adam", "(did you mean 'Adam'?)"),
 ]  # fmt: skip
 PLACES = [
     ("Net", "Nett", "did you mean 'Net'?"), ("Net", "Net()", "give the name alone, Net"), ("Net", "NoModule", "torch.nn.Module"),
@@ -162,6 +163,15 @@ def _on_other_lines(kernel: Kernel, folder: Path) -> None:
         ("%guava_predict --data train --top-k 0", "0 is not 1 or more"),
         ("%guava_runs run-99", "run-99"),
         ("%guava_worker guava1:abc", "the join code is cut off"),
+        ("%guava_up --epochs 3", "--epochs is an option of %guava_train"),
+        ("%guava_up --on gpu1", "nothing starts workers by the name"),
+        ("%guava_mode ddp", "did you mean data?"),
+        ("%guava_files /", "every worker would get it"),
+        ("%guava_push DataLoader", "DataLoader is a class"),
+        ("%guava_push images.shape", "value = images.shape, then %guava_push value"),
+        ('%guava_predict --generate --data "the quick"', "put the value into a variable"),
+        ("%%guava_px\nawait x", "call asyncio.run(...)"),
+        (f"drained = iter(train); list(drained)\n{TRAIN.replace('--data train', '--data drained')}", "used up before"),
     ]:
         answer(kernel, cell, wanted)
     # Nothing is learnt by a rate of 0, so the second validation is no better; the table says the rate, though it is 0.
