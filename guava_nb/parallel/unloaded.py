@@ -120,7 +120,9 @@ def _computation(optimizer: Optimizer, step: Callable[[], object]) -> Callable[[
     ):
         return None
     layer: Any = called
-    while layer is not None and layer.__globals__["__name__"].startswith("torch."):  # else of somebody who wrapped it
+    while layer is not None and layer.__globals__["__name__"].startswith(
+        "torch."
+    ):  # else one that another library put there
         if layer.__code__.co_name == "_use_grad":
             return layer.__wrapped__  # type: ignore[no-any-return]
         layer = getattr(layer, "__wrapped__", None)
