@@ -203,8 +203,9 @@ def _plain(steps: int) -> torch.nn.Module:
     torch.manual_seed(0)
     model = namespace["Net"]().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    batches = list(_batches())  # the same in each epoch
     while steps:
-        for x, y in _batches():
+        for x, y in batches:
             if not steps:
                 break
             optimizer.zero_grad()
