@@ -237,6 +237,29 @@ def test_pieces_that_cannot_be_computed_are_refused_before_any_step(cluster: Clu
     assert run.history == []
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x[:, :8])
+
+
+@pytest.mark.parametrize(("rows", "is_refused"), [(34, True), (36, False)])
+def test_a_last_batch_that_leaves_a_worker_one_sample_is_refused_before_any_step(
+    cluster: Cluster, rows: int, is_refused: bool
+) -> None:
+    normed = spec(model=Factory(f"{__name__}:Normed"), precision="fp64")
+    run = Session(cluster).run(normed, loader(rows, 16))
+    if is_refused:
+        with pytest.raises(
+            ConfigError, match="^The last batch of an epoch has only 2 samples.*'body.1'.*sync_batchnorm"
+        ):
+            run.result()
+    assert len(run.history) == (0 if is_refused else 3)
+
+
 def whitened(model: nn.Module, batch: Any) -> Tensor:
     """One sample has no standard deviation."""
     outputs = model(batch[0])
