@@ -20,6 +20,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -249,6 +250,7 @@ class FirstStepCheck:
         if verdict is None:
             self._take_present_weights()
             verdict = self._judge(question, rank)
+            verdict = verdict if verdict.is_refused else self._of_last(question, rank) or verdict
             replicas.checks[digest] = (_reference(data), verdict)
         self._note(verdict)
         if replicas.spec.optimizer_site == "orchestrator":  # elsewhere a worker tells it with its state
@@ -257,6 +259,20 @@ class FirstStepCheck:
         if known is None and (hooked := about_hooks(replicas.master.model)):
             self._members.cluster.notice(hooked)
         return known is None
+
+    def _of_last(self, question: Question, rank: int) -> Verdict | None:
+        """Refuse a run whose last batch of an epoch leaves a worker one sample that cannot be computed alone; None: it can."""
+        feed, total, started = self._plan.feed, self._run.total_steps, time.monotonic()
+        rows = (feed.samples_per_epoch or 0) % (feed.batch_size or 1)
+        is_reached = total is None or total >= (feed.batches_per_epoch or 0)
+        if not (is_reached and 1 < rows < question.batch.rows and question.leaves_one(rows)):
+            return None
+        answer, problem, looked = self._ask(question, rank, rows)
+        if answer is None or answer.outcome != "piece failed":
+            return None
+        spent, spec = time.monotonic() - started, self._members.replica_set.spec
+        verdict = verdict_on(spec, question, self._name(rank), looked, answer, problem, spent)
+        return replace(verdict, sentence=f"The last batch of an epoch has only {rows} samples. {verdict.sentence}")
 
     def _look_at_whole(self, batch: LoadedBatch, weights: tuple[float, ...], rank: int) -> bool:
         """Have a worker compute the first batch with the whole model, where nothing but the model is cut."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import Any
 
 from guava_nb.replica.one_step_check.differences import Measured, differ, is_counted_unlike, is_spanned, is_sum
 from guava_nb.replica.one_step_check.taken_away import WithoutFrequencies, is_repeated
 from guava_nb.replica.one_step_check.treated_first import Pieces, treated_first
-
-if TYPE_CHECKING:
-    from guava_nb.replica.one_step_check.whole_against_cut import Trial
 
 __all__ = [
     "BACKWARD", "BATCH_STATISTICS", "COUNT", "COUPLED", "FREQUENCY", "RANDOMNESS", "STATE", "SUM", "TERM", "TREATED", "WEIGHTS",
@@ -33,11 +30,11 @@ STATE = "state"
 TREATED = "treated"
 
 
-def causes_of(trial: Trial, whole: Pieces, pieces: Pieces, one: Measured) -> tuple[str, ...]:
+def causes_of(trial: Any, whole: Pieces, pieces: Pieces, one: Measured) -> tuple[str, ...]:
     """Take away one cause after another, and see whether the difference goes with it.
 
     Args:
-        trial: measures.
+        trial: measures, a `whole_against_cut.Trial`.
         whole, pieces: that came to different numbers.
         one: of the whole.
     """
@@ -69,7 +66,7 @@ def causes_of(trial: Trial, whole: Pieces, pieces: Pieces, one: Measured) -> tup
     return (*causes, WEIGHTS if is_spanned(one, parts) else COUPLED)
 
 
-def _is_by_treatment(trial: Trial, whole: Pieces, pieces: Pieces) -> bool:
+def _is_by_treatment(trial: Any, whole: Pieces, pieces: Pieces) -> bool:
     """Whether pieces that are cut from the batch as `augment` and `preprocess` left it come to what it does."""
     try:
         with treated_first(trial, whole, pieces) as (batch, parts):

@@ -6,15 +6,12 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from guava_nb.data.split import RowSplitter
 from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.rng import seeded
-
-if TYPE_CHECKING:
-    from guava_nb.replica.one_step_check.whole_against_cut import Trial
 
 __all__ = ["Pieces", "treated_first", "treats_first"]
 
@@ -30,11 +27,11 @@ def treats_first(spec: RunSpec) -> bool:
 
 
 @contextlib.contextmanager
-def treated_first(trial: Trial, whole: Pieces, pieces: Pieces) -> Iterator[tuple[Pieces, Pieces]]:
+def treated_first(trial: Any, whole: Pieces, pieces: Pieces) -> Iterator[tuple[Pieces, Pieces]]:
     """Give the batch as `augment` and `preprocess` leave it, and its pieces; nothing is treated again inside.
 
     Args:
-        trial: measures inside.
+        trial: measures inside, a `whole_against_cut.Trial`.
         whole, pieces: as they came.
 
     Raises:

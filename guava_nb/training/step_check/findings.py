@@ -101,6 +101,10 @@ class Question:
         """Whether each worker gets one of so many samples, or none."""
         return all(stop - start == 1 for start, stop in self._in_shares(rows))
 
+    def leaves_one(self, rows: int) -> bool:
+        """Whether some worker gets one of so many samples."""
+        return any(stop - start == 1 for start, stop in self._in_shares(rows))
+
     def is_cut_finer(self, rows: int) -> bool:
         """Whether pieces of two samples say less than the shares of all would: there are more, or these part other samples."""
         begins = ({start for start, _ in ranges} for ranges in (self._in_shares(rows), self._in_pairs(rows)))
@@ -281,15 +285,20 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
         if other := question.splitter.reading.on_second_axis(question.content):
             yield other
         yield from _about_coupling(question, together, () if pipeline else answer.moved)
+    yield from _about_treated(spec, answer)
+    yield from _about_python(spec, question, answer)
+    yield from _about_buffers(spec, answer)
+    yield from (one[0].upper() + one[1:] for one in _about_fits(answer))
+
+
+def _about_treated(spec: RunSpec, answer: Finding) -> Iterator[str]:
+    """Say what augments or prepares a batch by its samples together."""
     if TREATED in answer.causes:
         names = " and ".join(f"{name}=" for name in ("augment", "preprocess") if getattr(spec, name) is not None)
         yield (
             f"{names} compares the samples of a batch, and on each worker it sees its share only: let the collate function do "
             f"that (collate_fn=), which has the whole batch, or {_ON_ONE}"
         )
-    yield from _about_python(spec, question, answer)
-    yield from _about_buffers(spec, answer)
-    yield from (one[0].upper() + one[1:] for one in _about_fits(answer))
 
 
 def _about_failed(question: Question, answer: Finding, together: str) -> Iterator[str]:
