@@ -52,7 +52,7 @@ def freeze(value: Any) -> Hashable:
     if isinstance(value, BufferMerge):
         return freeze(value._changes)
     if isinstance(value, torch.Tensor):
-        return tuple(value.to_dense().tolist())
+        return tuple(value.to_dense().flatten().tolist())
     if hasattr(value, "tolist"):
         return freeze(value.tolist())
     if hasattr(value, "__slots__") and not isinstance(value, Message):
