@@ -1,8 +1,9 @@
 """`guava status --web`: one page that shows the session live, outside of any cell, from what the session writes to its file.
 
-The address has a token that only this command knows; without it nothing is answered. It listens on this machine alone unless
-`--lan` asks for more. The page never has the join code: the file has none, and what is drawn is redacted. A stranger may open
-connections and send nothing: so there are few at once, each has its time, and the longest one leaves for a newcomer.
+The address has a token that only this command knows; without it nothing of the session is answered. It listens on this
+machine alone unless `--lan` asks for more. The page never has the join code: the file has none, and what is drawn is redacted. A
+stranger may open connections and send nothing: so there are few at once, each has its time, and the longest one leaves for a
+newcomer.
 """
 
 from __future__ import annotations
@@ -194,6 +195,14 @@ class _Until(io.RawIOBase):
 class _Handler(BaseHTTPRequestHandler):
     timeout = _REQUEST_S  # of an answer
     server: _Server
+
+    def version_string(self) -> str:
+        """Tell a stranger neither the program nor its version."""
+        return "guava"
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer what is no GET, or no HTTP, in one line, without the words of Python's server."""
+        self._answer(code, "guava status --web answers GET only\n", "text/plain")
 
     def setup(self) -> None:
         super().setup()

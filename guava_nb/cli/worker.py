@@ -269,7 +269,7 @@ def _say_change(worker: WorkerHandle, status: WorkerState, say: Callable[[str], 
     detail = f" ({status.detail})" if status.detail and status.state in (*ENDED, AWAY) else ""
     say(f"{status.name or status.device}: {status.state}{detail}, {status.address or 'no address yet'}")
     if status.state == "listening" and worker.code is not None:
-        say(f"    dial it with  %guava_up --connect {worker.code.encode()}")
+        say(f"    dial it with  %guava_up --connect{_code_or_file(worker.code)}")
     if status.state == AWAY:
         say("    if the session has a new join code, paste it here and press Enter: the work goes on where it was")
     if status.state in ENDED:
@@ -279,6 +279,21 @@ def _say_change(worker: WorkerHandle, status: WorkerState, say: Callable[[str], 
     if status.state in ("failed", "crashed"):
         for line in status.lines[-CRASH_LINES:]:
             say(f"    {line}")
+
+
+def _code_or_file(code: JoinCode) -> str:
+    """Return " CODE" for a terminal; else, as output may be kept where others read it, what names its file."""
+    if sys.stdout.isatty():
+        return f" {code.encode()}"
+    from guava_nb.config.state_folder import make_private_folder, state_folder, write_private
+
+    path = state_folder() / "listening" / f"{code.port}.code"
+    try:
+        make_private_folder(path.parent)
+        write_private(path, f"{code.encode()}\n".encode())
+    except OSError as problem:
+        return f"; its join code cannot be kept ({problem}): run guava worker --listen in a terminal, which shows it"
+    return f", which asks for the join code; it is in {path}, for your eyes only"
 
 
 def ask_for_code() -> str:

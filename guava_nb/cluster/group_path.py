@@ -151,7 +151,7 @@ def decide(
             chosen = {rank: seat for rank, seat in seats.items() if seat is not None}
             private = all(_private(seat.address) for seat in chosen.values())
             where = "on one host" if one_host else f"on {'private' if private else 'public'} addresses"
-            return Finding(chosen, "", private or one_host, where)
+            return Finding(chosen, "", private, where)  # `host_id` is a worker's word: it opens no public address
     return Finding({}, _obstacle(names, listening, reached))
 
 

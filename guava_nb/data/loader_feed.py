@@ -171,9 +171,13 @@ class LoaderFeed:
             now.put(streams)
         self._has_ended = True
         if self._batches == 0:
-            when = "in the first epoch" if epoch > 0 else "before, by a run or by a loop of yours"
+            when = (
+                "was used up in the first epoch"
+                if epoch > 0
+                else "is empty or was used up before, by a run or by a loop of yours"
+            )
             raise ConfigError(
-                f"the loader is an iterator that was used up {when}: give a DataLoader or a list of batches"
+                f"the loader is an iterator that {when}, so it gave no batches: give a DataLoader or a list of batches"
                 if self._one_shot
                 else f"epoch {epoch} of the loader had no batches: there is nothing to do"
             )

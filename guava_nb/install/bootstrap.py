@@ -179,6 +179,8 @@ def is_here(version: str, sha256: str) -> bool:
         return False
     noted = json.loads(here.read_text("direct_url.json") or "{}").get("archive_info", {})
     known = noted.get("hashes", {}).get("sha256") or str(noted.get("hash", "")).partition("=")[2]
+    if here.version == version and not known:
+        sys.stdout.write(f"guava_nb {version} was installed here by other means, and is used as it is.\n")
     return here.version == version and known in (sha256, "")
 
 

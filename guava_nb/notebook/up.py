@@ -227,13 +227,20 @@ def _reaches_beyond(args: argparse.Namespace, running: int) -> bool:
     return others or tunnel not in ("", "local") or not is_loopback(address)
 
 
-def code_to_dial(words: Sequence[str]) -> str:
-    """The join code of --connect, else of GUAVA_JOIN_CODE.
+def code_to_dial(words: Sequence[str], ask: Callable[[], str]) -> str:
+    """The join code of --connect, else of GUAVA_JOIN_CODE, else what the user is asked for.
+
+    The variable is removed from the environment, so that no code that runs later in this process or its children finds it.
+
+    Args:
+        words: of the option.
+        ask: gives a code by hidden prompt, "" where there is no user.
 
     Raises:
         UsageError: there is none.
     """
-    text = " ".join(words) or os.environ.get("GUAVA_JOIN_CODE", "")
+    from_environment = os.environ.pop("GUAVA_JOIN_CODE", "")
+    text = " ".join(words) or from_environment or ask()
     if not text.strip():
         raise UsageError(
             "--connect needs the join code that the listening worker shows: %guava_up --connect guava1:..."

@@ -18,17 +18,21 @@ from guava_nb.protocol.messages import Factory, StoreAsk
 
 __all__ = ["EXACT", "cleaned", "shown_text"]
 
-#: Colours stay: users print them. So do tabs and ends of lines.
-_CONTROL = re.compile(r"(\x1b\[[0-9;]{0,40}m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+#: Colours and weights stay, but for 8, which hides text: users print them. So do tabs and ends of lines. What turns the direction
+#: of a line round, or ends it where no end is seen, does not: a text could be read as another one.
+_PART = r"(?:[34]8;(?:5;[0-9]{1,3}|2(?:;[0-9]{1,3}){3})|(?!0*8[;m])[0-9]{1,3})"
+_CONTROL = re.compile(
+    rf"(\x1b\[(?:{_PART}(?:;{_PART}){{0,9}})?m)|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
+)
 #: What stays as it came: a program's own keys, of which two must not become one, and arguments, with which a data set is built.
 EXACT: frozenset[tuple[type[Struct], str]] = frozenset({(StoreAsk, "keys"), (Factory, "args")})
 
 _Record = TypeVar("_Record", bound=Struct)
 
 
-def shown_text(text: str) -> str:
-    """Return a peer's text without what a terminal obeys, colours apart: U+FFFD stands in its place."""
-    return _CONTROL.sub(lambda found: found[1] or "\N{REPLACEMENT CHARACTER}", text)
+def shown_text(text: str, colours: bool = True) -> str:
+    """Return a peer's text without what a terminal obeys, or without all but colours: U+FFFD stands in its place."""
+    return _CONTROL.sub(lambda found: (colours and found[1]) or "\N{REPLACEMENT CHARACTER}", text)
 
 
 def cleaned(record: _Record) -> _Record:

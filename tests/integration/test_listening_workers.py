@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -161,8 +162,10 @@ def test_who_dials_before_anybody_serves_is_told() -> None:
         Orchestrator.dialling(worker.join_code, config=config)
 
 
-def test_the_command_listens_shows_its_code_and_serves_one_session_after_another() -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+def test_the_command_listens_and_serves_one_session_after_another_and_its_output_has_no_code(tmp_path: Path) -> None:
+    env = {
+        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "XDG_STATE_HOME": str(tmp_path),
+    }  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-m", "guava_nb", "worker", "--device", "cpu", "--listen", "--name", "box"],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, cwd=ROOT,
@@ -170,10 +173,11 @@ def test_the_command_listens_shows_its_code_and_serves_one_session_after_another
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        line = next(line for line in process.stdout if "guava1:" in line)
-        assert "%guava_up --connect guava1:" in line
+        line = next(line for line in process.stdout if "%guava_up --connect" in line)
+        kept = Path(line.partition("it is in ")[2].partition(",")[0])
+        assert "guava1:" not in line and stat.S_IMODE(kept.stat().st_mode) == 0o600
         for epochs in (1, 2):
-            with Orchestrator.dialling(line.split()[-1], config=CONFIG) as orch:
+            with Orchestrator.dialling(kept.read_text().strip(), config=CONFIG) as orch:
                 orch.share("def shout():\n    print('over here')\n\nshout()")
                 orch.register_model(SmallNet)
                 run = orch.start_training(loader(rows=64), num_epochs=epochs, **ARGUMENTS)

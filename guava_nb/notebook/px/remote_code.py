@@ -18,7 +18,6 @@ from guava_nb.notebook.lines import ShownLines
 from guava_nb.notebook.panel.panel import Frame, Panel
 from guava_nb.notebook.train import check_variable
 from guava_nb.render import program_view
-from guava_nb.spec.plain_values import RemoteObject
 
 __all__ = ["RemoteCode"]
 
@@ -121,6 +120,8 @@ class RemoteCode:
         }
         self._shell.user_ns.update(values)
         form = "" if self._is_one(args) else ", a dict by worker"
+        from guava_nb.spec.plain_values import RemoteObject  # loads torch
+
         told = [name for name in wanted if any(isinstance(values[name], RemoteObject) for values in found.values())]
         form += f" ({', '.join(told)}: only as text, for it is no plain data; pull what it holds)" if told else ""
         value = values if len(values) > 1 else values[wanted[0]]

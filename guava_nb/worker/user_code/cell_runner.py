@@ -267,16 +267,23 @@ class _RandomStateOfCells:
         self._of_runs.put(self._generators)
 
 
+#: Python 3.11 counts the depth of a tree in one place for all threads, and two at one time fail (CPython issue 106905).
+_PARSING = threading.Lock()
+
+
 def _run(cell: str, text: str, names: dict[str, Any]) -> Any:
     """Run a cell; returns the value of its last expression, None where it has none or ends with a semicolon."""
     name = _known(cell, text)
-    body = ast.parse(text, name)
-    last = body.body.pop() if body.body and isinstance(body.body[-1], ast.Expr) else None
-    exec(compile(body, name, "exec", dont_inherit=True), names)
-    if not isinstance(last, ast.Expr):
-        return None
+    with _PARSING:
+        body = ast.parse(text, name)
+        last = body.body.pop() if body.body and isinstance(body.body[-1], ast.Expr) else None
+        program = compile(body, name, "exec", dont_inherit=True)
+        result = (
+            compile(ast.Expression(last.value), name, "eval", dont_inherit=True) if isinstance(last, ast.Expr) else None
+        )
     # The text is the user's own cell, from the holder of the session's secret: both lines do no more than the cell says.
-    value = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), names)
+    exec(program, names)
+    value = None if result is None else eval(result, names)
     return None if text.rstrip().endswith(";") else value
 
 

@@ -427,7 +427,8 @@ def test_an_empty_stream_and_a_used_up_iterator_are_told() -> None:
     drained = (batch for batch in [torch.zeros(2)])
     list(drained)  # a loop of the user's, say, to look at the data
     with pytest.raises(
-        ConfigError, match="iterator that was used up before, by a run or by a loop of yours: give a DataLoader"
+        ConfigError,
+        match="iterator that is empty or was used up before, by a run or by a loop of yours, so it gave no batches",
     ):
         list(LoaderFeed(drained).epoch())
 

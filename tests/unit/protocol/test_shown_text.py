@@ -19,6 +19,22 @@ def test_a_terminal_obeys_nothing_in_a_peer_s_text_but_colours(text: str) -> Non
     assert shown_text(f"\x1b[1;31mred\x1b[0m\t{text}").startswith("\x1b[1;31mred\x1b[0m\t")
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[8mhidden", "\ufffd[8mhidden"),
+        ("\x1b[1;08mhidden", "\ufffd[1;08mhidden"),
+        ("\x1b[38;5;8mgrey\x1b[48;2;8;8;8m", "\x1b[38;5;8mgrey\x1b[48;2;8;8;8m"),
+        ("\x1b[38;5;8;8mhidden", "\ufffd[38;5;8;8mhidden"),
+        ("a\u202eb\u2066c\u2028d", "a\ufffdb\ufffdc\ufffdd"),
+        ("\u05e9\u05dc\u05d5\u05dd \u200f1", "\u05e9\u05dc\u05d5\u05dd \u200f1"),
+    ],
+)
+def test_what_hides_text_or_turns_it_round_goes(text: str, shown: str) -> None:
+    assert shown_text(text) == shown
+    assert "\x1b" not in shown_text(text, colours=False)
+
+
 @pytest.mark.parametrize("record", MESSAGE_KINDS.values(), ids=lambda record: record.__name__)
 def test_all_texts_of_a_record_are_cleaned_and_all_else_stays(record: type[Message]) -> None:
     given = hostile(record)
