@@ -77,8 +77,6 @@ class SyncAdvice:
             cluster: None before the session is open or while it is at work; then nothing is measured.
         """
         if options.sync != "auto":
-            if options.sync == "local" and cluster is not None:  # else one joins later, with the state over its line
-                wait_until_back(cluster)
             return options, None
         step, rounds = options.synced("step", 1), options
         why = _why_no_trial(options, model)

@@ -9,6 +9,7 @@ from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.sync.own_state import tell_own_state_lost
 from guava_nb.sync.replica_set import ReplicaSet, preparation_text
 from guava_nb.sync.states_on_disk import StateOnDisk
+from guava_nb.sync.whole_replica_set import BACK_S
 from guava_nb.training.plan import Snapshot
 
 __all__ = ["Membership"]
@@ -69,13 +70,21 @@ class Membership:
         Raises:
             PreparationError: one cannot build the run.
         """
+        self._wait_for_away()
         ranks = self.replica_set.pick(self.fit)
         self.replica_set.require(self._job, ranks)
+        self._wait_for_away()
         self.building = {rank for rank in ranks if not self.replica_set.has_answered(rank)}
         self._tell_emulated_bf16(ranks)
         ranks &= self.replica_set.prepared()
         self.replica_set.give(self._job, ranks, lambda: self._state_of(snapshot), snapshot.step)
         self.formed = True
+
+    def _wait_for_away(self) -> None:
+        """In runs of rounds wait a moment for those whose connection broke: one that comes later gets the state over its line."""
+        job = self._job
+        if self.replica_set.spec.rounds is not None:
+            job.pump(lambda: not job.suspects - job.slow.keys(), BACK_S)
 
     def _state_of(self, snapshot: Snapshot) -> dict[str, Any]:
         """Return the state of a snapshot; where what it should be is lost with its workers, tell."""
