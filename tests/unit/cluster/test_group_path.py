@@ -53,6 +53,13 @@ def test_the_least_open_address_that_everybody_reaches() -> None:
     assert {seat.address for seat in found.seats.values()} == {"fd00::1"}, "one family for all"
 
 
+def test_the_word_of_one_host_does_not_make_public_addresses_private() -> None:
+    found = decide(NAMES, *probe("203.0.113.7"), one_host=True)
+    assert (len(found.seats), found.private, found.where) == (2, False, "on public addresses")
+    found = decide(NAMES, *probe("203.0.113.7", "127.0.0.1"), one_host=True)
+    assert (found.private, found.where) == (True, "on one host")
+
+
 def test_one_direction_is_not_enough() -> None:
     found = decide(NAMES, *probe("10.0.0.2", problems={(0, 1, "10.0.0.2"): "timed out"}), one_host=False)
     assert (found.seats, found.obstacle) == ({}, "w1 cannot reach w2 at 10.0.0.2: timed out")
