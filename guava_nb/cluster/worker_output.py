@@ -113,5 +113,5 @@ class OutputLog:
 
 def _cut(line: str) -> str:
     more = len(line) - MAX_LINE
-    shown = shown_text(line[:MAX_LINE])
+    shown = shown_text(line[:MAX_LINE], coloured=True)
     return shown if more <= 0 else f"{shown} [{more} characters more]"
