@@ -114,7 +114,8 @@ class NotebookSession:
         elif self.has_code or args.tunnel:  # a tunnel that is down is started, or another one
             self._orchestrator.open(args.tunnel, self._token_prompt())
         if args.connect is not None:
-            notes += [f"{name} is connected." for name in self._orchestrator.connect(code_to_dial(args.connect))]
+            code = code_to_dial(args.connect, self._shell)
+            notes += [f"{name} is connected." for name in self._orchestrator.connect(code)]
         notes += start_elsewhere(self._orchestrator, args, say)
         if self._local is not None:
             self._local.start(args.local or 0, say)

@@ -23,7 +23,7 @@ from guava_nb.errors import AuthenticationError, ClusterError, ConfigError, Link
 from guava_nb.launchers.registry import make_launcher
 from guava_nb.link.handshake import try_way
 from guava_nb.link.options import LinkOptions
-from guava_nb.notebook.display import say
+from guava_nb.notebook.display import ask_hidden, say
 from guava_nb.notebook.host import Host, binder_rule, is_loopback
 from guava_nb.processes.gpu_driver import check_device
 from guava_nb.protocol.joincode import JoinCode
@@ -227,13 +227,16 @@ def _reaches_beyond(args: argparse.Namespace, running: int) -> bool:
     return others or tunnel not in ("", "local") or not is_loopback(address)
 
 
-def code_to_dial(words: Sequence[str]) -> str:
-    """The join code of --connect, else of GUAVA_JOIN_CODE.
+def code_to_dial(words: Sequence[str], shell: object) -> str:
+    """The join code of --connect, else of GUAVA_JOIN_CODE, else what is typed into a hidden prompt.
+
+    The variable is removed, so that no code that runs later in this process or its children finds it.
 
     Raises:
         UsageError: there is none.
     """
-    text = " ".join(words) or os.environ.get("GUAVA_JOIN_CODE", "")
+    from_environment = os.environ.pop("GUAVA_JOIN_CODE", "")
+    text = " ".join(words) or from_environment or ask_hidden("Join code of the worker that listens: ", shell)
     if not text.strip():
         raise UsageError(
             "--connect needs the join code that the listening worker shows: %guava_up --connect guava1:..."
