@@ -34,7 +34,7 @@ from guava_nb.tunnels.tokens import find_token
 __all__ = [
     "LocalWorkers",
     "cautions",
-    "code_to_dial",
+    "dial_workers",
     "first_settings",
     "goes_on_notes",
     "look_at_tunnel",
@@ -227,7 +227,19 @@ def _reaches_beyond(args: argparse.Namespace, running: int) -> bool:
     return others or tunnel not in ("", "local") or not is_loopback(address)
 
 
-def code_to_dial(words: Sequence[str], shell: object) -> str:
+def dial_workers(orchestrator: Any, words: Sequence[str] | None, shell: object) -> list[str]:
+    """Dial the worker that listens, where --connect was given; returns a sentence on each that is connected.
+
+    Raises:
+        UsageError: there is no join code.
+        GuavaError: it cannot be dialled.
+    """
+    if words is None:
+        return []
+    return [f"{name} is connected." for name in orchestrator.connect(_code_to_dial(words, shell))]
+
+
+def _code_to_dial(words: Sequence[str], shell: object) -> str:
     """The join code of --connect, else of GUAVA_JOIN_CODE, else what is typed into a hidden prompt.
 
     The variable is removed, so that no code that runs later in this process or its children finds it.
