@@ -1,9 +1,8 @@
 """`guava status --web`: one page that shows the session live, outside of any cell, from what the session writes to its file.
 
-The address has a token that only this command knows; without it nothing of the session is answered. It listens on this
-machine alone unless `--lan` asks for more. The page never has the join code: the file has none, and what is drawn is redacted. A
-stranger may open connections and send nothing: so there are few at once, each has its time, and the longest one leaves for a
-newcomer.
+The address has a token that only this command knows; without it nothing of the session is answered. It listens on this machine
+alone unless `--lan` asks for more. The page never has the join code: the file has none, and what is drawn is redacted. A stranger
+may open connections and send nothing: so there are few at once, each has its time, and the longest one leaves for a newcomer.
 """
 
 from __future__ import annotations
@@ -196,14 +195,6 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _REQUEST_S  # of an answer
     server: _Server
 
-    def version_string(self) -> str:
-        """Tell a stranger neither the program nor its version."""
-        return "guava"
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what is no GET, or no HTTP, in one line, without the words of Python's server."""
-        self._answer(code, "guava status --web answers GET only\n", "text/plain")
-
     def setup(self) -> None:
         super().setup()
         self.rfile = io.BufferedReader(_Until(self.connection, time.monotonic() + _REQUEST_S))
@@ -225,7 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, text: str, kind: str, nonce: str = "") -> None:
         body = text.encode()
         self.connection.settimeout(_REQUEST_S)
-        self.send_response(status)
+        self.send_response_only(status)  # without a header that names the version of Python
         script = f" script-src 'nonce-{nonce}';" if nonce else ""
         policy = f"default-src 'none'; style-src 'unsafe-inline';{script} connect-src 'self'; frame-ancestors 'none'"
         headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body)), **_HEADERS}
@@ -233,6 +224,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer what is no GET with an empty refusal: the standard library's page says what serves it."""
+        self.request_version = self.protocol_version  # it may not have been understood
+        self._answer(403, "", "text/plain")
+        self.close_connection = True
 
     def log_message(self, *words: object) -> None:
         """Say nothing: the lines would have the token."""

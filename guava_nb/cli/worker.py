@@ -7,13 +7,16 @@ import contextlib
 import getpass
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.cli.join_file import JoinFile
 from guava_nb.cli.live import LiveLines, live_lines
 from guava_nb.cli.pasting import PastedLines
+from guava_nb.config.state_folder import make_private_folder, state_folder, write_private
 from guava_nb.errors import ConfigError
 from guava_nb.launchers.task_place import TaskPlace, task_place
 from guava_nb.processes.gpu_driver import check_device
@@ -57,7 +60,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--join-file", metavar="FILE", help="a file with the join code; - is standard input (see below)"
     )
-    parser.add_argument("--listen", action="store_true", help="wait to be dialled, and show the join code for that")
+    parser.add_argument("--listen", action="store_true", help="wait to be dialled, and show the join code, or its file")
     parser.add_argument("--host", default="127.0.0.1", help="with --listen: address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="with --listen: port, of the first device (any free one)")
     where = parser.add_mutually_exclusive_group()
@@ -112,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
     finally:
         pasted.close()
         for worker in workers:
+            if args.listen:
+                _forget_code(worker)
             worker.close()
 
 
@@ -269,7 +274,7 @@ def _say_change(worker: WorkerHandle, status: WorkerState, say: Callable[[str], 
     detail = f" ({status.detail})" if status.detail and status.state in (*ENDED, AWAY) else ""
     say(f"{status.name or status.device}: {status.state}{detail}, {status.address or 'no address yet'}")
     if status.state == "listening" and worker.code is not None:
-        say(f"    dial it with  %guava_up --connect{_code_or_file(worker.code)}")
+        say(f"    {_how_to_dial(worker.code)}")
     if status.state == AWAY:
         say("    if the session has a new join code, paste it here and press Enter: the work goes on where it was")
     if status.state in ENDED:
@@ -281,19 +286,29 @@ def _say_change(worker: WorkerHandle, status: WorkerState, say: Callable[[str], 
             say(f"    {line}")
 
 
-def _code_or_file(code: JoinCode) -> str:
-    """Return " CODE" for a terminal; else, as output may be kept where others read it, what names its file."""
+def _how_to_dial(code: JoinCode) -> str:
+    """How to dial a worker that listens: its code, or the file that has it where what is said here may be kept."""
     if sys.stdout.isatty():
-        return f" {code.encode()}"
-    from guava_nb.config.state_folder import make_private_folder, state_folder, write_private
-
-    path = state_folder() / "listening" / f"{code.port}.code"
+        return f"dial it with  %guava_up --connect {code.encode()}"
+    path = _code_file(code)
     try:
         make_private_folder(path.parent)
         write_private(path, f"{code.encode()}\n".encode())
     except OSError as problem:
-        return f"; its join code cannot be kept ({problem}): run guava worker --listen in a terminal, which shows it"
-    return f", which asks for the join code; it is in {path}, for your eyes only"
+        return f"its join code cannot be kept in {path} ({problem.strerror or problem}): start it in a terminal, which shows it"
+    return f"its join code is in {path}, for you alone: %guava_up --connect asks for it"
+
+
+def _code_file(code: JoinCode) -> Path:
+    """Where the code of a worker that listens is kept: machines may share a home, and a machine has many workers."""
+    return state_folder() / f"listening-{socket.gethostname()}-{os.getpid()}-{code.port}.code"
+
+
+def _forget_code(worker: WorkerHandle) -> None:
+    """Remove the file with the code of a worker that listened: it is over."""
+    if worker.code is not None:
+        with contextlib.suppress(OSError):
+            _code_file(worker.code).unlink()
 
 
 def ask_for_code() -> str:

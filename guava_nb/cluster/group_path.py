@@ -134,6 +134,7 @@ def decide(
         names: of all members.
         listening: where each listens, as far as it answered.
         reports: which others each reached, as far as it answered.
+        one_host: whether they say that they share one machine; only names the way.
     """
     for rank, name in names.items():
         if rank not in listening or rank not in reports:
@@ -150,8 +151,9 @@ def decide(
         if all(seats.values()):
             chosen = {rank: seat for rank, seat in seats.items() if seat is not None}
             private = all(_private(seat.address) for seat in chosen.values())
-            where = "on one host" if one_host else f"on {'private' if private else 'public'} addresses"
-            return Finding(chosen, "", private, where)  # `host_id` is a worker's word: it opens no public address
+            # A worker's word that it shares a host opens nothing: one host reaches itself over the loopback.
+            where = "on public addresses" if not private else "on one host" if one_host else "on private addresses"
+            return Finding(chosen, "", private, where)
     return Finding({}, _obstacle(names, listening, reached))
 
 

@@ -164,7 +164,7 @@ def shortened(hello: Hello) -> Hello:
 
 def _name(text: str, most: int = _NAME_CHARS) -> str:
     """Return a text of a hello on one line, and no longer than this."""
-    return " ".join(shown_text(text[:most], colours=False).split()) if not text.isprintable() else text[:most]
+    return " ".join(shown_text(text[:most]).split()) if not text.isprintable() else text[:most]
 
 
 def version_notes(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:

@@ -22,7 +22,6 @@ KEPT_LINES = 2000
 KEPT_CHARS, KEPT_WORKERS = 1 << 20, 64
 #: Characters of a line that are kept: a worker may print megabytes without an end of line.
 MAX_LINE = 4000
-_PLAIN = "\x1b[0m"
 #: A worker's file stops growing here, so that a loop of prints cannot fill the disk.
 MAX_FILE_BYTES = 64 << 20
 
@@ -76,7 +75,7 @@ class OutputLog:
         stamp = time.strftime("%H:%M:%S")
         text = "".join(f"{stamp} {line}\n" for line in lines)
         try:
-            make_private_folder(self.folder, root=self.folder)
+            make_private_folder(self.folder)
             with self.path(worker).open("a", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:  # a full disk must not end the session; the last lines are in memory
@@ -114,7 +113,5 @@ class OutputLog:
 
 def _cut(line: str) -> str:
     more = len(line) - MAX_LINE
-    shown = shown_text(line[:MAX_LINE])
-    if "\x1b[" in shown and not shown.endswith((_PLAIN, "\x1b[m")):
-        shown += _PLAIN  # a colour ends with its line: what stands below is another worker's, or ours
+    shown = shown_text(line[:MAX_LINE], coloured=True)
     return shown if more <= 0 else f"{shown} [{more} characters more]"

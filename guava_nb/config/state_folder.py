@@ -62,12 +62,13 @@ def make_private_folder(folder: Path, root: Path | None = None) -> None:
 
     Args:
         folder: to make.
-        root: the topmost folder of ours; None: the state folder. Folders that lie elsewhere stay as they are.
+        root: the topmost folder of ours; None: the state folder, or one among the system's temporary files whose name
+            begins with guava_nb. Folders that lie elsewhere stay as they are.
 
     Raises:
         OSError: one cannot be made, another user owns it, or it cannot be closed to others.
     """
-    root = root or state_folder()
+    root = root or _temporary_root(folder) or state_folder()
     for one in reversed([folder, *folder.parents]):
         if not one.exists():
             one.mkdir(mode=0o700, exist_ok=True)
@@ -75,6 +76,13 @@ def make_private_folder(folder: Path, root: Path | None = None) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(one))
         if one == root or root in one.parents:
             _close_to_others(one)
+
+
+def _temporary_root(folder: Path) -> Path | None:
+    """The folder of ours among the system's temporary files that this one is or lies in: others may make folders there, too."""
+    temporary = Path(tempfile.gettempdir())
+    parts = folder.relative_to(temporary).parts if temporary in folder.parents else ()
+    return temporary / parts[0] if parts and parts[0].startswith("guava_nb") else None
 
 
 def _close_to_others(folder: Path) -> None:

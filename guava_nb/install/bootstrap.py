@@ -172,7 +172,7 @@ def pip(doing: str, *words: str) -> None:
 
 
 def is_here(version: str, sha256: str) -> bool:
-    """Whether this wheel is installed, or this version by other means."""
+    """Whether this wheel is installed, or this version by other means: then pip has noted no hash, which is said."""
     try:
         here = metadata.distribution("guava-nb")
     except metadata.PackageNotFoundError:
@@ -180,7 +180,7 @@ def is_here(version: str, sha256: str) -> bool:
     noted = json.loads(here.read_text("direct_url.json") or "{}").get("archive_info", {})
     known = noted.get("hashes", {}).get("sha256") or str(noted.get("hash", "")).partition("=")[2]
     if here.version == version and not known:
-        sys.stdout.write(f"guava_nb {version} was installed here by other means, and is used as it is.\n")
+        sys.stdout.write(f"Using the guava_nb {version} that is installed here: it has no recorded hash to check.\n")
     return here.version == version and known in (sha256, "")
 
 

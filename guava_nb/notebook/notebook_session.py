@@ -32,7 +32,7 @@ from guava_nb.notebook.train import check_variable, loaded_text, training_argume
 from guava_nb.notebook.up import (
     LocalWorkers,
     cautions,
-    code_to_dial,
+    dial_workers,
     first_settings,
     goes_on_notes,
     held_run,
@@ -113,9 +113,7 @@ class NotebookSession:
             notes += self.cells.share_all(orchestrator)
         elif self.has_code or args.tunnel:  # a tunnel that is down is started, or another one
             self._orchestrator.open(args.tunnel, self._token_prompt())
-        if args.connect is not None:
-            code = code_to_dial(args.connect, lambda: ask_hidden("Join code of the listening worker: ", self._shell))
-            notes += [f"{name} is connected." for name in self._orchestrator.connect(code)]
+        notes += dial_workers(self._orchestrator, args.connect, self._shell)
         notes += start_elsewhere(self._orchestrator, args, say)
         if self._local is not None:
             self._local.start(args.local or 0, say)

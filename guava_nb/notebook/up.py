@@ -23,7 +23,7 @@ from guava_nb.errors import AuthenticationError, ClusterError, ConfigError, Link
 from guava_nb.launchers.registry import make_launcher
 from guava_nb.link.handshake import try_way
 from guava_nb.link.options import LinkOptions
-from guava_nb.notebook.display import say
+from guava_nb.notebook.display import ask_hidden, say
 from guava_nb.notebook.host import Host, binder_rule, is_loopback
 from guava_nb.processes.gpu_driver import check_device
 from guava_nb.protocol.joincode import JoinCode
@@ -34,7 +34,7 @@ from guava_nb.tunnels.tokens import find_token
 __all__ = [
     "LocalWorkers",
     "cautions",
-    "code_to_dial",
+    "dial_workers",
     "first_settings",
     "goes_on_notes",
     "look_at_tunnel",
@@ -227,20 +227,28 @@ def _reaches_beyond(args: argparse.Namespace, running: int) -> bool:
     return others or tunnel not in ("", "local") or not is_loopback(address)
 
 
-def code_to_dial(words: Sequence[str], ask: Callable[[], str]) -> str:
-    """The join code of --connect, else of GUAVA_JOIN_CODE, else what the user is asked for.
+def dial_workers(orchestrator: Any, words: Sequence[str] | None, shell: object) -> list[str]:
+    """Dial the worker that listens, where --connect was given; returns a sentence on each that is connected.
 
-    The variable is removed from the environment, so that no code that runs later in this process or its children finds it.
+    Raises:
+        UsageError: there is no join code.
+        GuavaError: it cannot be dialled.
+    """
+    if words is None:
+        return []
+    return [f"{name} is connected." for name in orchestrator.connect(_code_to_dial(words, shell))]
 
-    Args:
-        words: of the option.
-        ask: gives a code by hidden prompt, "" where there is no user.
+
+def _code_to_dial(words: Sequence[str], shell: object) -> str:
+    """The join code of --connect, else of GUAVA_JOIN_CODE, else what is typed into a hidden prompt.
+
+    The variable is removed, so that no code that runs later in this process or its children finds it.
 
     Raises:
         UsageError: there is none.
     """
     from_environment = os.environ.pop("GUAVA_JOIN_CODE", "")
-    text = " ".join(words) or from_environment or ask()
+    text = " ".join(words) or from_environment or ask_hidden("Join code of the worker that listens: ", shell)
     if not text.strip():
         raise UsageError(
             "--connect needs the join code that the listening worker shows: %guava_up --connect guava1:..."

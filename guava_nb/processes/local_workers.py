@@ -190,7 +190,7 @@ class WorkerHandle:
         if self._log_path is None:
             return None
         try:
-            make_private_folder(self._log_path.parent, root=self._log_path.parent)
+            make_private_folder(self._log_path.parent)
             return self._log_path.open("a", encoding="utf-8")
         except OSError as error:  # its output must be read all the same, or it would wait for us when the pipe is full
             self._lines.append(f"what this worker prints is not kept on disk: {error}")

@@ -1,7 +1,7 @@
 """A peer's text without what a terminal obeys: cleaned where a record arrives, so that no place that shows it can forget to.
 
-A terminal obeys control characters in what is written to it: a peer could move its cursor, set its title or fill its clipboard.
-Pure.
+A terminal obeys control characters in what is written to it: a peer could move its cursor, set its title, fill its clipboard,
+hide a text or turn its order around. Pure.
 """
 
 from __future__ import annotations
@@ -14,25 +14,47 @@ from typing import Any, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from guava_nb.protocol.messages import Factory, StoreAsk
+from guava_nb.protocol.messages import CrashReport, Factory, Log, StoreAsk
 
-__all__ = ["EXACT", "cleaned", "shown_text"]
+__all__ = ["COLOURED", "EXACT", "cleaned", "shown_text"]
 
-#: Colours and weights stay, but for 8, which hides text: users print them. So do tabs and ends of lines. What turns the direction
-#: of a line round, or ends it where no end is seen, does not: a text could be read as another one.
-_PART = r"(?:[34]8;(?:5;[0-9]{1,3}|2(?:;[0-9]{1,3}){3})|(?!0*8[;m])[0-9]{1,3})"
-_CONTROL = re.compile(
-    rf"(\x1b\[(?:{_PART}(?:;{_PART}){{0,9}})?m)|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
-)
+#: An order for colours or weight; what a terminal obeys otherwise, and marks that end a line or turn the order of letters around.
+#: Tabs and ends of lines stay.
+_CONTROL = re.compile(r"\x1b\[([0-9;]{0,40})m|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+#: Orders that hide nothing: reset, bold on and off, and letters in colours that are seen on white and on black. No background,
+#: for letters of the same colour would be hidden; no concealment.
+_HARMLESS = frozenset(["", "0", "1", "22", "39", *map(str, (*range(31, 37), *range(90, 97)))])
+_RESET = "\x1b[0m"
+#: What workers printed: users print colours.
+COLOURED: frozenset[tuple[type[Struct], str]] = frozenset({(Log, "lines"), (CrashReport, "tail")})
 #: What stays as it came: a program's own keys, of which two must not become one, and arguments, with which a data set is built.
 EXACT: frozenset[tuple[type[Struct], str]] = frozenset({(StoreAsk, "keys"), (Factory, "args")})
 
 _Record = TypeVar("_Record", bound=Struct)
 
 
-def shown_text(text: str, colours: bool = True) -> str:
-    """Return a peer's text without what a terminal obeys, or without all but colours: U+FFFD stands in its place."""
-    return _CONTROL.sub(lambda found: (colours and found[1]) or "\N{REPLACEMENT CHARACTER}", text)
+def shown_text(text: str, coloured: bool = False) -> str:
+    """Return a peer's text without what a terminal obeys: orders for colours are left out, for all else U+FFFD stands there.
+
+    Args:
+        coloured: bold letters and plain colours of letters stay; a line that has them and does not end them gets a reset.
+    """
+    if not coloured:
+        return _CONTROL.sub(_plain, text)
+    return "\n".join(_ended(_CONTROL.sub(_plain_or_colour, line)) for line in text.split("\n"))
+
+
+def _plain(found: re.Match[str]) -> str:
+    return "\N{REPLACEMENT CHARACTER}" if found[1] is None else ""
+
+
+def _plain_or_colour(found: re.Match[str]) -> str:
+    return found[0] if found[1] is not None and _HARMLESS.issuperset(found[1].split(";")) else _plain(found)
+
+
+def _ended(line: str) -> str:
+    _, order, rest = line.rpartition("\x1b[")
+    return line + _RESET if order and rest.partition("m")[0] not in ("", "0") else line
 
 
 def cleaned(record: _Record) -> _Record:
@@ -43,20 +65,20 @@ def cleaned(record: _Record) -> _Record:
     changes: dict[str, Any] = {}
     for name in _fields_with_text(type(record)):
         value = getattr(record, name)
-        clean = _cleaned_value(value)
+        clean = _cleaned_value(value, (type(record), name) in COLOURED)
         if clean is not value:
             changes[name] = clean
     return replace(record, **changes) if changes else record
 
 
-def _cleaned_value(value: Any) -> Any:
+def _cleaned_value(value: Any, coloured: bool = False) -> Any:
     """Return the very same object where nothing had to change."""
     if isinstance(value, str):
-        return value if value.isprintable() else shown_text(value)
+        return value if value.isprintable() else shown_text(value, coloured)
     if isinstance(value, Struct):
         return cleaned(value)
     if isinstance(value, tuple | list):
-        parts = [_cleaned_value(part) for part in value]
+        parts = [_cleaned_value(part, coloured) for part in value]
         return value if all(map(_is, parts, value)) else type(value)(parts)
     if isinstance(value, dict):
         pairs = {_cleaned_value(key): _cleaned_value(part) for key, part in value.items()}

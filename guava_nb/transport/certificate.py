@@ -47,10 +47,12 @@ class Certificate:
         return cls(pem, key, fingerprint_of(ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))))
 
     def server_context(self) -> ssl.SSLContext:
-        """Build the listener's TLS context. `ssl` reads keys from files only: one private file, gone at once."""
+        """Build the listener's TLS context. `ssl` reads keys from files only: one in memory, else a private one, gone at once."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0  # sessions are resumed by our own records
+        if self._load_from_memory(context):
+            return context
         try:
             handle, path = tempfile.mkstemp(prefix="guava-", suffix=".pem")  # readable by this user only
         except OSError as problem:
@@ -66,6 +68,21 @@ class Certificate:
             with contextlib.suppress(FileNotFoundError):
                 Path(path).unlink()
         return context
+
+    def _load_from_memory(self, context: ssl.SSLContext) -> bool:
+        """Whether the system has files without a name on any disk (Linux with /proc), so that the key was loaded from one."""
+        try:
+            handle = os.memfd_create("guava")
+        except (AttributeError, OSError):
+            return False
+        with os.fdopen(handle, "wb") as file:
+            path = f"/proc/self/fd/{handle}"
+            if not os.access(path, os.R_OK):
+                return False
+            file.write(self.key + self.pem)
+            file.flush()
+            context.load_cert_chain(path)
+        return True
 
 
 def fingerprint_of(der: bytes) -> bytes:

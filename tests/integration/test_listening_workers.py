@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -162,10 +161,9 @@ def test_who_dials_before_anybody_serves_is_told() -> None:
         Orchestrator.dialling(worker.join_code, config=config)
 
 
-def test_the_command_listens_and_serves_one_session_after_another_and_its_output_has_no_code(tmp_path: Path) -> None:
-    env = {
-        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "XDG_STATE_HOME": str(tmp_path),
-    }  # fmt: skip
+def test_the_command_listens_keeps_its_code_in_a_file_and_serves_one_session_after_another(tmp_path: Path) -> None:
+    kept = {"XDG_STATE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, **kept, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-m", "guava_nb", "worker", "--device", "cpu", "--listen", "--name", "box"],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, cwd=ROOT,
@@ -173,11 +171,12 @@ def test_the_command_listens_and_serves_one_session_after_another_and_its_output
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        line = next(line for line in process.stdout if "%guava_up --connect" in line)
-        kept = Path(line.partition("it is in ")[2].partition(",")[0])
-        assert "guava1:" not in line and stat.S_IMODE(kept.stat().st_mode) == 0o600
+        line = next(line for line in process.stdout if "its join code is in" in line)
+        file = Path(line.split(" is in ")[1].split(", for you alone")[0])
+        code = file.read_text(encoding="utf-8").strip()
+        assert "%guava_up --connect asks for it" in line and "guava1:" not in line
         for epochs in (1, 2):
-            with Orchestrator.dialling(kept.read_text().strip(), config=CONFIG) as orch:
+            with Orchestrator.dialling(code, config=CONFIG) as orch:
                 orch.share("def shout():\n    print('over here')\n\nshout()")
                 orch.register_model(SmallNet)
                 run = orch.start_training(loader(rows=64), num_epochs=epochs, **ARGUMENTS)
@@ -187,7 +186,8 @@ def test_the_command_listens_and_serves_one_session_after_another_and_its_output
         out, _ = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert process.returncode == 0 and "box: left" in out, out
+    assert process.returncode == 0 and "box: left" in out and "guava1:" not in out, out
+    assert not file.exists()
     assert "guava1:" not in "".join(
         path.read_text() for path in Path(tempfile.gettempdir()).glob("guava_nb-*/worker-box-*.log")
     )

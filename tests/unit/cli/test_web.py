@@ -80,7 +80,12 @@ def test_only_who_has_the_token_is_answered(page: StatusPage) -> None:
         (b"GET /?token=%ff\xff%ed%a0%80 HTTP/1.1", b"403"),
         (b"GET /?token=TOKEN&" + b"token=a&" * 5000 + b" HTTP/1.1", b"200"),
         (b"GET /..%2f..%2fetc/passwd?token=TOKEN HTTP/1.1", b"404"),
-        (b"BREW /?token=TOKEN HTTP/1.1", b"501"),
+        (b"BREW /?token=TOKEN HTTP/1.1", b"403"),
+        (b"POST / HTTP/1.1", b"403"),
+        (b"HEAD /?token=TOKEN HTTP/1.1", b"403"),
+        (b"GET / HTTP/9.9", b"403"),
+        (b"no request at all", b"403"),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200, b"403"),
         (b"GET /\x00 HTTP/1.1", b"403"),
     ],
 )
@@ -90,7 +95,10 @@ def test_odd_requests_get_an_answer_and_say_nothing_in_the_terminal(
     with socket.create_connection(("127.0.0.1", page.port), timeout=10) as odd:
         odd.sendall(request_line.replace(b"TOKEN", page.token.encode()) + b"\r\n\r\n")
         answer = odd.makefile("rb").read()
-    assert answer.split(b" ", 2)[1] == status and b"Python" not in answer
+    assert answer.split(b" ", 2)[1] == status
+    refused = not request_line.startswith(b"GET") or b"HTTP/9" in request_line or request_line.count(b":") > 100
+    assert answer.endswith(b"\r\n\r\n") is refused, "only what asks for a page gets a sentence"
+    assert b"python" not in answer.lower() and b"server:" not in answer.lower()
     assert page.token.encode() not in answer and capsys.readouterr().err == ""
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,3 +263,56 @@ def test_gpus_auto_is_the_processor_where_there_is_none(_rooms: dict[str, types.
 )
 def test_a_code_has_one_source(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line) == 2 and "leave one of the two out" in capsys.readouterr().err
+
+
+class Listening:
+    """A worker that listens, and the code to dial it with."""
+
+    port = 4242
+    closed = False
+
+    def __init__(self) -> None:
+        self.code = self
+
+    def encode(self) -> str:
+        return "guava1:SECRETSECRET"
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("at_terminal", [True, False])
+def test_the_code_of_a_listening_worker_is_shown_in_a_terminal_alone(
+    at_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: at_terminal, raising=False)
+    listening, said = Listening(), list[str]()
+    worker._say_change(listening, Status("listening"), said.append)  # type: ignore[arg-type]
+    files = list(tmp_path.rglob("*.code"))
+    assert (listening.encode() in said[1]) is at_terminal and bool(files) is not at_terminal
+    for file in files:
+        assert file.read_text() == "guava1:SECRETSECRET\n" and str(file) in said[1]
+        assert os.name != "posix" or (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+def test_the_file_with_the_code_goes_with_its_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    listening, seen = Listening(), list[Path]()
+
+    def follow(workers: list[Any], say: Callable[[str], None], **others: Any) -> int:
+        worker._say_change(workers[0], Status("listening"), say)  # type: ignore[arg-type]
+        seen.extend(tmp_path.rglob("*.code"))
+        return 0
+
+    monkeypatch.setattr(worker, "_listening", lambda *words: listening)
+    monkeypatch.setattr(worker, "follow", follow)
+    assert main(["worker", "--listen", "--device", "cpu"]) == 0
+    assert len(seen) == 1 and not seen[0].exists() and listening.closed
+
+
+def test_a_code_that_no_file_can_keep_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    told = worker._how_to_dial(Listening())  # type: ignore[arg-type]
+    assert "cannot be kept" in told and "SECRET" not in told

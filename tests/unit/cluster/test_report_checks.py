@@ -238,3 +238,6 @@ def test_control_characters_reach_neither_lines_nor_notices_nor_names() -> None:
     assert not any(char in text for text in kept for char in "\x1b\x07\x9b\r\n")
     log.add("a", "stdout", ["\x1b[32mgreen\x1b[0m"])
     assert log.tail("a", 1) == ["\x1b[32mgreen\x1b[0m"]
+    texts = dict.fromkeys(("name", "hostname", "device_name"), "\x1b[31mw\u202e1\u2028")
+    hello = shortened(Hello(program="spawned", versions={}, device="cpu", device_uuid="", **texts))
+    assert {hello.name, hello.hostname, hello.device_name} == {f"w{SHOWN}1{SHOWN}"}, "names have no colours"

@@ -82,18 +82,3 @@ def test_lines_in_memory_are_bounded_in_bytes_and_by_workers() -> None:
     for k in range(3 * KEPT_WORKERS):
         log.add(f"v{k}", "stdout", ["a"])
     assert log.tail("w") == [] and len(log.tail(None)) == KEPT_WORKERS and log.tail(f"v{3 * KEPT_WORKERS - 1}") == ["a"]
-
-
-def test_a_colour_ends_with_its_line() -> None:
-    log = OutputLog(None)
-    log.add("a", "stdout", ["\x1b[31mred", "\x1b[31mred\x1b[0m", "\x1b[31mred\x1b[m", "plain"])
-    assert log.tail("a") == ["\x1b[31mred\x1b[0m", "\x1b[31mred\x1b[0m", "\x1b[31mred\x1b[m", "plain"]
-
-
-def test_a_folder_of_lines_that_is_open_to_others_is_closed(tmp_path: Path) -> None:
-    folder = tmp_path / "lines"
-    folder.mkdir(mode=0o777)
-    folder.chmod(0o777)
-    log = OutputLog(folder)
-    log.add("a", "stdout", ["hello"])
-    assert folder.stat().st_mode & 0o777 == 0o700

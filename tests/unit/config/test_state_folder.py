@@ -87,6 +87,24 @@ def test_a_folder_of_ours_that_is_open_is_closed_and_no_other_one(tmp_path: Path
 
 
 @POSIX
+def test_a_folder_of_ours_among_temporary_files_is_ours_alone_or_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / "guava_nb-session-x" / "deep"
+    folder.mkdir(parents=True)
+    folder.parent.chmod(0o777)
+    make_private_folder(folder)
+    assert (mode(folder.parent), mode(folder)) == (0o700, 0o700)
+    (tmp_path / "project").mkdir(mode=0o755)
+    make_private_folder(tmp_path / "project")
+    assert mode(tmp_path / "project") == 0o755, "a folder with another name is not ours"
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match="another user owns it"):
+        make_private_folder(folder.parent)
+
+
+@POSIX
 @pytest.mark.usefixtures("_shared_group")
 def test_a_folder_of_another_user_or_one_that_stays_open_or_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     make_private_folder(state_folder())

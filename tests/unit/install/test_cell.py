@@ -124,7 +124,7 @@ def test_a_kernel_that_has_another_version_loaded_is_told_to_restart(monkeypatch
     ],
 )
 def test_what_is_here_is_known_by_its_version_and_the_hash_that_pip_noted(
-    monkeypatch: pytest.MonkeyPatch, version: str, noted: str, is_here: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: str, noted: str, is_here: bool
 ) -> None:
     class Found:
         def __init__(self) -> None:
@@ -135,6 +135,9 @@ def test_what_is_here_is_known_by_its_version_and_the_hash_that_pip_noted(
 
     monkeypatch.setattr(bootstrap.metadata, "distribution", lambda name: Found())
     assert bootstrap.is_here("9.1", "ab") is is_here
+    unchecked = is_here and "sha256" not in noted
+    told = "Using the guava_nb 9.1 that is installed here: it has no recorded hash to check.\n"
+    assert capsys.readouterr().out == (told if unchecked else "")
 
 
 def test_what_went_wrong_is_shown_without_a_traceback() -> None:

@@ -184,6 +184,19 @@ def test_up_dials_a_listening_worker_instead_of_listening(notebook: Any) -> None
     assert not nothing.ok and len(nothing.lines) == 1 and "needs the join code" in nothing.text
 
 
+def test_up_asks_for_the_code_of_a_listening_worker_and_leaves_none_in_the_environment(
+    notebook: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("getpass.getpass", lambda prompt: SECRET_CODE)
+    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    shown = notebook.run("%guava_up --connect")
+    assert shown.ok and SECRET_CODE not in shown.text and "listener-1 is connected" in shown.text
+    monkeypatch.setattr("getpass.getpass", lambda prompt: "")
+    monkeypatch.setenv("GUAVA_JOIN_CODE", SECRET_CODE)
+    assert notebook.run("%guava_up --connect").ok and "GUAVA_JOIN_CODE" not in os.environ
+    assert [call[1] for call in notebook.orchestrator.calls] == [(SECRET_CODE,)] * 2
+
+
 def test_local_workers_are_started_once_and_need_no_code(notebook: Any) -> None:
     first = notebook.run("%guava_up --local 2")
     notebook.run("%guava_up --local 2")

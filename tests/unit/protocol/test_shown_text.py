@@ -6,33 +6,47 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guava_nb.protocol.messages import FROM_WORKERS, MESSAGE_KINDS, Factory, Message, StoreAsk
-from guava_nb.protocol.shown_text import EXACT, cleaned, shown_text
+from guava_nb.protocol.messages import FROM_WORKERS, MESSAGE_KINDS, CrashReport, Factory, Log, Message, StoreAsk
+from guava_nb.protocol.shown_text import COLOURED, EXACT, cleaned, shown_text
 from tests.support.hostile_text import HOSTILE, hostile, obeyed
 
 
 @given(st.text(st.characters(codec="utf-8")))
-def test_a_terminal_obeys_nothing_in_a_peer_s_text_but_colours(text: str) -> None:
-    shown = shown_text(text)
-    assert len(shown) == len(text) and shown_text(shown) == shown
-    assert all(char in "\t\n\x1b" or not (ord(char) < 32 or 127 <= ord(char) < 160) for char in shown)
-    assert shown_text(f"\x1b[1;31mred\x1b[0m\t{text}").startswith("\x1b[1;31mred\x1b[0m\t")
+def test_a_terminal_obeys_nothing_in_a_peer_s_text_but_colours_of_what_workers_print(text: str) -> None:
+    shown, printed = shown_text(text), shown_text(text, coloured=True)
+    assert shown_text(shown) == shown and shown_text(printed, coloured=True) == printed
+    for char in shown + printed.replace("\x1b", ""):
+        assert char in "\t\n" or not (ord(char) < 32 or 127 <= ord(char) < 160)
+    red = f"\x1b[1;31mred\x1b[0m\t{text}"
+    assert shown_text(red, coloured=True).startswith("\x1b[1;31mred\x1b[0m\t") and shown_text(red).startswith("red\t")
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("\x1b[8mhidden", "\ufffd[8mhidden"),
-        ("\x1b[1;08mhidden", "\ufffd[1;08mhidden"),
-        ("\x1b[38;5;8mgrey\x1b[48;2;8;8;8m", "\x1b[38;5;8mgrey\x1b[48;2;8;8;8m"),
-        ("\x1b[38;5;8;8mhidden", "\ufffd[38;5;8;8mhidden"),
-        ("a\u202eb\u2066c\u2028d", "a\ufffdb\ufffdc\ufffdd"),
-        ("\u05e9\u05dc\u05d5\u05dd \u200f1", "\u05e9\u05dc\u05d5\u05dd \u200f1"),
-    ],
+    "order", ["8", "30;40", "40", "31;41", "38;5;0", "38;2;0;0;0", "48;5;1", "7", "5", "30", "1;8", ";;8", "008", "97"]
 )
-def test_what_hides_text_or_turns_it_round_goes(text: str, shown: str) -> None:
-    assert shown_text(text) == shown
-    assert "\x1b" not in shown_text(text, colours=False)
+def test_no_order_hides_a_text(order: str) -> None:
+    for coloured in (False, True):
+        assert shown_text(f"a\x1b[{order}mb", coloured) == "ab"
+        assert "\x1b" not in shown_text(f"a\x1b[\x1b[{order}m{order}mb", coloured)
+
+
+def test_a_line_that_workers_print_ends_its_own_colours() -> None:
+    assert shown_text("\x1b[31mred\nplain\n\x1b[1mb\x1b[m\n\x1b[1mc\x1b[39m", coloured=True) == (
+        "\x1b[31mred\x1b[0m\nplain\n\x1b[1mb\x1b[m\n\x1b[1mc\x1b[39m\x1b[0m"
+    )
+
+
+@pytest.mark.parametrize("mark", [*map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))), "\u2028", "\u2029"])
+def test_marks_that_turn_or_end_a_line_are_replaced(mark: str) -> None:
+    instead = Log("stdout", ("a\N{REPLACEMENT CHARACTER}b",))
+    assert cleaned(Log("stdout", (f"a{mark}b",))) == instead
+
+
+def test_only_lines_that_workers_print_have_colours() -> None:
+    red = "\x1b[31mred\x1b[0m"
+    assert cleaned(Log(red, (red,))) == Log("red", (red,))
+    assert cleaned(CrashReport(1, (red,))) == CrashReport(1, (red,))
+    assert {(record, name) for record, name in COLOURED} == {(Log, "lines"), (CrashReport, "tail")}
 
 
 @pytest.mark.parametrize("record", MESSAGE_KINDS.values(), ids=lambda record: record.__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 import sys
 import tempfile
@@ -30,8 +31,17 @@ def test_no_key_stays_on_disk_or_in_repr(
     certificate: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    certificate.server_context()
-    assert list(tmp_path.iterdir()) == []
+    with monkeypatch.context() as patch:
+        if sys.platform == "linux":
+            patch.setattr(tempfile, "mkstemp", None)  # none is made on a disk, not even for a moment
+        certificate.server_context()
+    for has_memory_files in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "access", lambda path, mode: False)  # no /proc
+            if not has_memory_files:
+                patch.delattr(os, "memfd_create", raising=False)
+            certificate.server_context()
+        assert list(tmp_path.iterdir()) == []
     assert b"PRIVATE" in certificate.key
     assert "PRIVATE" not in repr(certificate)
     assert len(certificate.fingerprint16) == 16
