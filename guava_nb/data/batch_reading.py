@@ -1,7 +1,7 @@
 """How the batches of one loader are read: which parts have an entry per sample, along which axis, and which do not.
 
 Decided once, at the first batch, with the number of samples that were drawn for it; held against every later batch; told
-in words that can be given back. Knows batches; knows no worker, no run, and no knife (`guava_nb.nested`).
+in words that can be given back. Knows batches; knows no worker, no run, and does not cut (`guava_nb.nested`).
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class TrainingPlan:
         seats: ranks that these shares belong to; () for those from 0.
         prefetch_steps: steps that are issued ahead of the one in work at least; more as `guava_nb.sync.send_credit` allows.
         prefetch_bytes: batch bytes that a worker was sent and has not worked on; 0 issues by `prefetch_steps` alone.
-        snapshot_every_steps: 0 takes none; None takes one at the end of each epoch where the
+        snapshot_every_steps: 0 takes none; None takes them by time, as their cost allows, where the
             state is on one worker only, or in parts on several.
         snapshot_place: "orchestrator": they come here; "worker": a lone one keeps them on its disk, and differences of the
             weights come here; "auto": on its disk where the line would need more than ten seconds for one.
