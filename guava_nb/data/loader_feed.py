@@ -171,16 +171,18 @@ class LoaderFeed:
             now.put(streams)
         self._has_ended = True
         if self._batches == 0:
-            when = (
-                "was used up in the first epoch"
-                if epoch > 0
-                else "is empty or was used up before, by a run or by a loop of yours"
-            )
-            raise ConfigError(
-                f"the loader is an iterator that {when}, so it gave no batches: give a DataLoader or a list of batches"
-                if self._one_shot
-                else f"epoch {epoch} of the loader had no batches: there is nothing to do"
-            )
+            raise ConfigError(self._none_text(epoch))
+
+    def _none_text(self, epoch: int) -> str:
+        """Say why an epoch had no batches."""
+        if not self._one_shot:
+            return f"epoch {epoch} of the loader had no batches: there is nothing to do"
+        why = (
+            "was used up in the first epoch"
+            if epoch > 0
+            else "is empty or was used up before, by a run or by a loop of yours"
+        )
+        return f"the loader is an iterator that {why}, so it gave no batches: give a DataLoader or a list of batches"
 
     def _unlike(self, epoch: int, skip: int, has_state: bool) -> str:
         """What differs from an undisturbed run, if the loader draws random numbers, in a sentence; "" for nothing."""
