@@ -49,6 +49,17 @@ def difference(check: Mapping[str, Any], step: Mapping[str, Any]) -> float:
     return 0.0 if found <= slack else found
 
 
+#: What a first step that differs in a pipeline comes from where the check has named what each forward changes.
+_MOVED = (
+    "what the one-step check has named changes in each forward, and a pipeline makes one for each micro-batch. Take "
+    "--micro-batches 1 or data mode"
+)
+_APART = (
+    "one part, or the loss, takes what another one keeps outside its outputs, such as a global, an object that layers share, or "
+    "weights. Hand it on as an output of the layer, or take data mode or zero_stage=1 (--zero 1)"
+)
+
+
 def sentence_on(check: Mapping[str, Any], step: Mapping[str, Any], mode: str) -> str:
     """Return what is said of the comparison.
 
@@ -63,7 +74,5 @@ def sentence_on(check: Mapping[str, Any], step: Mapping[str, Any], mode: str) ->
     return (
         f"The first step has a loss of {step['loss']:.6g} and a gradient of norm {norm}; with the whole model {worker} computed "
         f"{check['loss_whole']:.6g} and {check['gradient_norm']:.6g} for it. In {mode} mode, whose workers have parts of the "
-        "model, this run trains on other numbers than plain PyTorch: one part, or the loss, takes what another one keeps outside "
-        "its outputs, such as a global, an object that layers share, or weights. Hand it on as an output of the layer, or take "
-        "data mode or zero_stage=1 (--zero 1)"
+        f"model, this run trains on other numbers than plain PyTorch: {_MOVED if check.get('moved') else _APART}"
     )

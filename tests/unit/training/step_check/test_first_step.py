@@ -67,3 +67,11 @@ def test_the_sentence_has_both_and_the_way_out() -> None:
     text = sentence_on(CHECK, {**STEP, "loss": 2.5, "gradient_norm": None}, "pipeline")
     assert "a loss of 2.5 and a gradient of norm not known; with the whole model w1 computed 2 and 3" in text
     assert "In pipeline mode" in text and "take data mode or zero_stage=1" in text
+
+
+def test_what_each_forward_changes_is_named_as_the_cause() -> None:
+    text = sentence_on({**CHECK, "moved": ("weight_u",)}, {**STEP, "loss": 2.5}, "pipeline")
+    assert (
+        "changes in each forward, and a pipeline makes one for each micro-batch" in text
+        and "takes what another" not in text
+    )
