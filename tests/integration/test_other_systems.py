@@ -84,7 +84,9 @@ def test_a_run_with_a_process_of_ours_and_one_that_joined(locked: Locked, tmp_pa
     assert (len(run.history), run.lost_samples, run.duplicated_samples) == (6, 0, 0)
     model = _plain()
     weights = torch.load(saved, weights_only=True)["model"]
-    assert max(float((weights[name] - value).abs().max()) for name, value in model.state_dict().items()) < 1e-9
+    far = max(float((weights[name] - value).abs().max()) for name, value in model.state_dict().items())
+    # It was once 0.68, as if one of both had begun with other weights: other threads of this process may draw random numbers.
+    assert far < 1e-9, (far, run.history, threading.enumerate())
     assert os.name == "nt" or set(locked.asked.values()) == {3}
 
 
