@@ -89,7 +89,8 @@ def _trained(kernel: Kernel) -> None:
             told = json.loads(last_line(kernel, "import json; print(json.dumps(run.report()['wire']))"))
             size = int(last_line(kernel, "sum(p.numel() * 8 for p in run.model().parameters())"))
             # The sums of two steps went down to two workers, and no weights before them.
-            assert 4 * size < told["out_bytes"] < 4.5 * size, (told, size)
+            # Frames are squeezed where that is measured to be sooner, as on a busy machine: a little less then.
+            assert 3.9 * size < told["out_bytes"] < 4.5 * size, (told, size)
 
 
 def _continued(kernel: Kernel) -> None:
