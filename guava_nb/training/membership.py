@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from guava_nb.cluster.job import Job, NobodyLeft
@@ -73,18 +73,21 @@ class Membership:
         self._wait_for_away()
         ranks = self.replica_set.pick(self.fit)
         self.replica_set.require(self._job, ranks)
-        self._wait_for_away()
+        self._wait_for_away(ranks)
         self.building = {rank for rank in ranks if not self.replica_set.has_answered(rank)}
         self._tell_emulated_bf16(ranks)
         ranks &= self.replica_set.prepared()
         self.replica_set.give(self._job, ranks, lambda: self._state_of(snapshot), snapshot.step)
         self.formed = True
 
-    def _wait_for_away(self) -> None:
-        """In runs of rounds wait a moment for those whose connection broke: one that comes later gets the state over its line."""
-        job = self._job
+    def _wait_for_away(self, asked: Set[int] = frozenset()) -> None:
+        """In runs of rounds wait a moment for those whose connection broke: one that comes later gets the state over its line.
+
+        Those of `asked` that are back have been told to build the run, and their answers are waited for, too.
+        """
+        job, answered = self._job, self.replica_set.has_answered
         if self.replica_set.spec.rounds is not None:
-            job.pump(lambda: not job.suspects - job.slow.keys(), BACK_S)
+            job.pump(lambda: not job.suspects - job.slow.keys() and all(map(answered, asked & job.ready)), BACK_S)
 
     def _state_of(self, snapshot: Snapshot) -> dict[str, Any]:
         """Return the state of a snapshot; where what it should be is lost with its workers, tell."""

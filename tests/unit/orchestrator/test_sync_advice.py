@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import pytest
+
+from guava_nb.cluster.job import Job
 from guava_nb.orchestrator import Orchestrator
+from guava_nb.sync.replica_set import ReplicaSet
 from tests.support.direct import DirectWorker
 from tests.support.session import direct_session
 from tests.support.training import loader
@@ -53,4 +57,26 @@ def test_rounds_begin_with_a_worker_that_is_away_for_a_moment() -> None:
         )  # fmt: skip
         assert len(run.history) == 1
         assert session._cluster is not None
+        assert all(member.samples for member in session._cluster.members())
+
+
+def test_rounds_wait_for_a_worker_whose_line_breaks_while_the_run_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    require = ReplicaSet.require
+    with direct_session(1) as session:
+        assert session._cluster is not None
+        away = DirectWorker(session._cluster, "away").start()
+        session._cluster.wait_for(2, 10)
+        session.share(CELL, "net")
+        session.register_model("Net")
+
+        def breaking(self: ReplicaSet, job: Job, ranks: Iterable[int]) -> None:
+            away.go_away()
+            threading.Timer(0.3, away.come_back).start()
+            require(self, job, ranks)
+
+        monkeypatch.setattr(ReplicaSet, "require", breaking)
+        session.start_training(
+            loader(), None, 1, criterion="CrossEntropyLoss", optimizer="SGD", optimizer_args={"lr": 0.1}, precision="fp64",
+            sync="local", sync_every=4, progress=False,
+        )  # fmt: skip
         assert all(member.samples for member in session._cluster.members())
